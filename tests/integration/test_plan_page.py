@@ -420,6 +420,23 @@ def test_nothing_is_wider_than_a_phone_but_tables_in_their_own_frame(browser):
     assert browser.log() == []
 
 
+def test_a_flag_in_a_note_is_in_one_line(opened, plan, tmp_path, monkeypatch):
+    """A browser breaks lines after hyphens, as the flag's in the middle of this one."""
+    flag = "--activation_checkpoint-per-op"
+    notes = [" ".join(["word"] * n + [flag]) for n in range(12)]
+    monkeypatch.setattr("graph_trainer.planner.plan_report._notes", lambda plan: notes)
+    opened.window(375, 812)
+    opened.open(written(plan, tmp_path / "notes.html"))
+    script = """
+        return [...document.querySelectorAll('.note span')].map(e => {
+            const range = document.createRange();
+            range.selectNodeContents(e);
+            return [e.textContent, new Set([...range.getClientRects()].map(r => r.top)).size];
+        }).filter(([text, lines]) => text === arguments[0]);
+    """
+    assert opened.js(script, flag) == [[flag, 1]] * 12
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_page_is_filled_and_its_blues_differ(browser, dark):
     browser.window(1280, 900, dark=dark)
