@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -67,6 +68,7 @@ def run(
     it gets its name only when it is complete.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    collect_rarely()
     try:
         work(argv)
     except Exception as error:
@@ -80,6 +82,12 @@ def run(
             print(shown, file=sys.stderr, flush=True)
         return 2 if ours else 1
     return 0
+
+
+def collect_rarely() -> None:
+    """Let garbage be collected after three million new objects, for a process that is to import
+    torch and torchtitan: their million stays, and looking through it takes a fifth of the time."""
+    gc.set_threshold(3_000_000, 10, 1000)
 
 
 def leave(status: int) -> NoReturn:

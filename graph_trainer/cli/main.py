@@ -24,6 +24,7 @@ from graph_trainer.cli.keys import (
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.text import error_text
 from graph_trainer.errors import ConfigError, GraphTrainerError
+from graph_trainer.train import collect_rarely
 
 _EXAMPLES = """\
 examples:
@@ -102,9 +103,7 @@ def _run(command: str, words: list[str]) -> int:
         by_environment = command in ("train", "bisect-passes")
         check_early(with_names_of_environment(words) if by_environment else words)
     _check_cache_folder()
-    # Importing torch and torchtitan makes a million objects that stay: looked through for cycles,
-    # they take a fifth of the time.
-    gc.set_threshold(3_000_000, 10, 1000)
+    collect_rarely()
     atexit.register(gc.freeze)  # nor are they looked through as the process ends
     return resolve_name(f"graph_trainer.cli.{function}")(words)
 
