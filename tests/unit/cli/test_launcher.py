@@ -24,8 +24,10 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from graph_trainer.cli import launcher
 from graph_trainer.core.text import COLUMNS
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import PHASE
+from graph_trainer.titan import device_memory
 from graph_trainer.titan.checkpoint_reader import METADATA
 from graph_trainer.train import SHOWN_BY_LAUNCHER, run
 
@@ -72,7 +74,7 @@ def test_two_ranks_on_a_machine_that_says_nothing(prepare: Prepare) -> None:
     ("gpus", "environment", "flags", "ranks"),
     [
         (3, {}, [], 3),
-        (1, {"NGPU": "4"}, [], 4),
+        (8, {"NGPU": "4"}, [], 4),
         (0, {"NGPU": "4"}, [], 4),
         (0, {"NGPU": ""}, [], 2),
         (0, {"NNODES": "2", "RDZV_ENDPOINT": "a:1"}, [SHARD, "4"], 2),
@@ -392,6 +394,23 @@ def test_a_folder_that_cannot_be_written_is_refused_before_ranks_start(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="dump_folder = .* nothing can be written there"):
         launcher.start(launcher.Launch([], {}, tmp_path / name / "tracebacks.txt"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "most", "why"),
+    [
+        (4, 0, 4, "each needs a GPU, of which there are 4"),
+        (0, 2 * GIB, 5, "each takes 0.4 GiB before its model, and 2.00 GiB are free"),
+        (0, 0, 2, "0 GiB are free"),
+    ],
+)
+def test_more_ranks_than_a_machine_can_hold_are_refused(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, gpus: int, free: int, most: int, why: str
+) -> None:
+    monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (free, "on this machine"))
+    assert f"--nproc_per_node={most}" in prepare(gpus=gpus, NGPU=str(most)).arguments
+    with pytest.raises(ConfigError, match=f"^{most + 1} ranks .*{why}.* to {most} or less"):
+        prepare(gpus=gpus, NGPU=str(most + 1))
 
 
 @pytest.mark.parametrize("command", ["train", "config"])
