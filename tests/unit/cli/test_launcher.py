@@ -413,10 +413,12 @@ def test_more_ranks_than_a_machine_can_hold_are_refused(
         prepare(gpus=gpus, NGPU=str(most + 1))
 
 
-@pytest.mark.parametrize("command", ["train", "config"])
-def test_a_config_is_checked_without_inductor_and_without_collecting_garbage(command: str) -> None:
+@pytest.mark.parametrize(
+    "command", [["train"], ["train", "--dry-run"], ["config"], ["plan", "--world-size", "2"]]
+)
+def test_a_config_is_checked_without_inductor_and_garbage(command: list[str]) -> None:
     """Each takes a fifth of the time; the environment of the ranks stays as it was."""
-    words = [command, "--config", "debugmodel", "--training.local_batch_size", "0"]
+    words = [*command, "--config", "debugmodel", "--training.local_batch_size", "0"]
     check = (
         "import gc, os, sys; from graph_trainer.cli.main import main; before = dict(os.environ)\n"
         "collected = []; gc.callbacks.append(lambda phase, _: collected.append(phase))\n"
