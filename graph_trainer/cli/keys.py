@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from graph_trainer.core.suggest import (
@@ -202,3 +203,15 @@ def with_names_of_environment(argv: Sequence[str]) -> list[str]:
 def variable(name: str, default: str = "") -> str:
     """Read a variable of the environment; an empty one counts as unset."""
     return os.environ.get(name) or default
+
+
+def import_config_classes() -> None:
+    """Import the classes of configs, torchtitan's with them, in a process that compiles nothing.
+
+    torchtitan compiles FlexAttention as it is imported, for which torch imports Inductor: a quarter
+    of the time in which a mistake is told. No captured step calls it (see `_model_spec`).
+    """
+    from unittest.mock import patch
+
+    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+        resolve_name("graph_trainer.titan.config.run_config")

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 
-from graph_trainer.cli.keys import variable, with_names_of_environment
-from graph_trainer.cli.main import import_config_classes
+from graph_trainer.cli.keys import import_config_classes, variable, with_names_of_environment
 from graph_trainer.core.runtime.backends.registry import (
     COMPILER_REMEDY,
     find_backend,

@@ -19,6 +19,7 @@ from graph_trainer.cli.keys import (
     SCHEMA,
     check_early,
     completed_flags,
+    import_config_classes,
     with_names_of_environment,
 )
 from graph_trainer.core.suggest import did_you_mean
@@ -171,18 +172,6 @@ CASES
 }
 complete -o default -F _graph_trainer graph-trainer
 """
-
-
-def import_config_classes() -> None:
-    """Import the classes of configs, torchtitan's with them, in a process that compiles nothing.
-
-    torchtitan compiles FlexAttention as it is imported, for which torch imports Inductor: a quarter
-    of the time in which a mistake is told. No captured step calls it (see `_model_spec`).
-    """
-    from unittest.mock import patch
-
-    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
-        resolve_name("graph_trainer.titan.config.run_config")
 
 
 def print_config(argv: Sequence[str]) -> int:

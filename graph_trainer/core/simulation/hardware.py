@@ -123,7 +123,7 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         )
     table = read_toml(path, key)
     names = [f.name for f in fields(Hardware) if f.name != "name"]
-    problems = []
+    problems: list[str] = []
     for entry, value in table.items():
         if entry in names:
             problems += _problems(entry, value)
