@@ -30,6 +30,7 @@ def examine(argv: Sequence[str]) -> Verdict:
     """
     from graph_trainer.core.bisect.search import bisect_passes
     from graph_trainer.titan.config.load import load_config
+    from graph_trainer.titan.console import set_up_console
     from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
     from graph_trainer.titan.trainer import GraphTrainer
 
@@ -38,6 +39,7 @@ def examine(argv: Sequence[str]) -> Verdict:
     from torchtitan.tools.logging import init_logger, logger
 
     init_logger()
+    set_up_console(config)
     trainer = GraphTrainer(config)
 
     loss, passes = loss_of_batch(trainer.loss_fn), passes_of(config, trainer.parallel_dims)

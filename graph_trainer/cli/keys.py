@@ -28,9 +28,9 @@ DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
-_OF_COMMANDS = f"""--help {SCHEMA} {DRY_RUN} --plan --to --world-size --compare --rank
---verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache --json
---html --trace --save --table"""
+_OF_COMMANDS = f"""--help --quiet --verbose {SCHEMA} {DRY_RUN} --plan --to --world-size --compare
+--rank --verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache
+--json --html --trace --save --table"""
 _NO_KEYS = ("type", "unset", "module", "base")
 
 _Known = dict[str, dict[str, dict[str, Any]]]

@@ -104,7 +104,7 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     gpus = torch.cuda.device_count()
     ranks = ranks or gpus or (2 if machines > 1 else 0)
     config, ranks = _checked(argv, ranks, machines)
-    _check_ranks(ranks, gpus)
+    _check_ranks(config, ranks, gpus, machines)
     _check_restarts(config, restarts)
     if not gpus and module == RANK_MODULE:  # others call the ops one by one
         _check_compiler(config)
@@ -170,8 +170,9 @@ def start(launch: Launch) -> int:
         os.environ[COLUMNS] = str(shutil.get_terminal_size().columns)
     else:
         os.environ["NO_COLOR"] = "1"
-    for name in ("api", "errors.error_handler"):  # which process ended, with what: see `_explain`
-        logger = logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
+    for name in ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api"):
+        # which process ended, with what: see `_explain`
+        logger = logging.getLogger(f"torch.distributed.elastic.{name}")
         logger.setLevel(logging.CRITICAL)
     output = _Output()
     logging.getLogger("torch.distributed.elastic.multiprocessing.tail_log").addFilter(output)
@@ -270,6 +271,8 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
             error = error.partition(": ")[2] if code == 2 else f"rank {rank}: {error}"
         else:
             error = f"rank {rank}: {message if code < 0 else f'it ended with exit code {code}'}"
+            if code == -signal.SIGKILL:
+                error += ", most likely since memory ran out: --dry-run says what is needed"
     if tracebacks:
         with contextlib.suppress(OSError):  # the error itself matters more
             file.write_text(tracebacks, encoding="utf-8")
@@ -313,7 +316,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     return config, ranks
 
 
-def _check_ranks(ranks: int, gpus: int) -> None:
+def _check_ranks(config: GraphTrainerConfig, ranks: int, gpus: int, machines: int) -> None:
     """Refuse more ranks than this machine has GPUs, or memory for where it has none."""
     from graph_trainer.titan.device_memory import available_on_cpu
 
@@ -323,11 +326,28 @@ def _check_ranks(ranks: int, gpus: int) -> None:
         free, _ = available_on_cpu()
         most = max(2, int(free / _RANK_BYTES))
         why = f"each takes 0.4 GiB before its model, and {gib(free)} GiB are free"
+        _check_model_fits(config, free, machines)
     if ranks > most:
         raise ConfigError(
             f"{ranks:,} ranks are too many for this machine: {why}. Set NGPU, or the degrees of "
             f"parallelism, to {most} or less; `graph-trainer plan --world-size {ranks}` "
             "simulates them."
+        )
+
+
+def _check_model_fits(config: GraphTrainerConfig, free: int, machines: int) -> None:
+    """Refuse a model whose parameters and gradients alone are more than is free on all machines."""
+    from torchtitan.config import TORCH_DTYPE_MAP
+
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in config.model_spec.model.build().parameters())
+    copies = max(1, config.parallelism.data_parallel_replicate_degree)
+    needed = 2 * parameters * copies * TORCH_DTYPE_MAP[config.training.dtype].itemsize
+    if needed > free * machines:
+        raise ConfigError(
+            f"the model: its {parameters:,} parameters and their gradients need {gib(needed)} GiB, "
+            f"and without GPUs {gib(free)} GiB are free. Choose a smaller one with --config, or "
+            "`graph-trainer plan` it."
         )
 
 

@@ -103,13 +103,15 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     known |= dict.fromkeys(elsewhere)
     words = set(re.split("[._]", key.lower()))
     near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
+    near += [each for each in known if each.rpartition(".")[2] == name]
     near += [own[each] for each in nearest(name, own)]
     # The right key in the wrong section is as common as a typo.
     close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
     near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
     guess, *others = list(dict.fromkeys(near)) or [""]
     if not guess:
-        return f"`graph-trainer train --help {path}".rstrip() + "` lists the keys."
+        section = path if own else ""
+        return f"`graph-trainer train --help {section}".rstrip() + "` lists the keys."
     return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")
 
 

@@ -66,7 +66,7 @@ class CaptureCache:
         key = key_of(run, what)
         path = self._folder / f"{key}.graph"
         if (joint := self._read(path, run)) is not None:
-            on_progress(f"captured by an earlier call: read from {path}")
+            on_progress(f"captured by an earlier call: {key[:16]} in {self._folder}")
             return joint
         on_progress("capturing the train step")
         joint = run.capture()

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 from graph_trainer.core.passes.report import HEADINGS, Report
-from graph_trainer.core.text import WIDTH, width_in_pipe
+from graph_trainer.core.text import WIDTH, width_in_pipe, wrapped
 
 _NAME = 20
 """The letters of a name that stand on one line, however narrow the console."""
@@ -122,6 +122,7 @@ def progress(what: str) -> Iterator[OnProgress]:
         return
 
     def say(line: str) -> None:
-        print(f"{what} [{time.perf_counter() - start:5.1f} s] {line}", file=sys.stderr, flush=True)
+        begin = f"{what} [{time.perf_counter() - start:5.1f} s] "
+        print(begin + wrapped(line, WIDTH - len(begin)), file=sys.stderr, flush=True)
 
     yield say

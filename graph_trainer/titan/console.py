@@ -28,7 +28,7 @@ _NO_NEWS_OF_TORCH = (
 
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
 _PROGRESS = re.compile(r"(validate )?step: ")
-_MFU = re.compile(r"\s+mfu: \S+$")
+_MFU = re.compile(r"\s+(\x1b\[[\d;]+m)?mfu: \S+$")
 
 
 def is_news(record: logging.LogRecord) -> bool:

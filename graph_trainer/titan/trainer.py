@@ -26,6 +26,7 @@ from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import describe_missing_ranks, failed_collective
 from graph_trainer.core.runtime.step import Gradients
+from graph_trainer.core.suggest import show
 from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
@@ -268,6 +269,12 @@ class GraphTrainer(Trainer):
         and where the loss was refused. After a collective that failed, other ranks may never
         arrive.
         """
+        named, step = self.config.checkpoint.initial_load_path, self.checkpointer.step_to_load()
+        if named and step:
+            logger.warning(
+                f"checkpoint.initial_load_path = {show(named)} is not read: the run goes on "
+                f"from its own checkpoint of step {step}"
+            )
         with process_group_timeouts():
             self._prepare_first_graph()
             try:
@@ -280,7 +287,7 @@ class GraphTrainer(Trainer):
                     self._routing.write()
             self.checkpointer.maybe_wait_for_saving()
         if not self._microbatches and not self.should_continue_training():
-            logger.info(
+            logger.warning(
                 f"There was nothing left to do: the checkpoint is of step {self.step}, and "
                 f"training.steps = {self.config.training.steps}. Raise it to go on"
             )

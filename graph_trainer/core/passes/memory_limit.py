@@ -218,7 +218,7 @@ HELPS = (
     ),
     Help(
         ("activation_checkpoint.type",),
-        'activation_checkpoint.type = "selective" or "full": compute activations again',
+        'activation_checkpoint.type = "full": compute activations again',
         (Category.ACTIVATIONS,),
         lambda settings: settings.activation_policy in ("full", "budget"),
     ),

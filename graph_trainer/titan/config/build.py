@@ -370,7 +370,7 @@ class _Builder:
             if len(given) == 1:
                 ((name, value),) = given.items()
                 return self.refuse(prefix + name, value, f"refused: {error}", "Change it.")
-            remedy = "Change one of these keys."
+            remedy = "Change one of these keys, or what else is named."
             return self.refuse(path or "top level", given, f"refused: {error}", remedy)
 
     def unknown(self, cls: type, key: str, value: Any) -> None:

@@ -101,7 +101,7 @@ def test_the_environment_names_module_and_config_where_no_flag_does(
     prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MODULE", "llama3")
-    arguments = prepare("--training.steps", "3", CONFIG="8b").arguments
+    arguments = prepare("--training.steps", "3", gpus=2, CONFIG="8b").arguments
     assert arguments[-7:] == [
         *("graph_trainer.train", "--module", "llama3", "--config", "8b"),
         *("--training.steps", "3"),
@@ -401,7 +401,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_ranks_start(
     [
         (4, 0, 4, "each needs a GPU, of which there are 4"),
         (0, 2 * GIB, 5, "each takes 0.4 GiB before its model, and 2.00 GiB are free"),
-        (0, 0, 2, "0 GiB are free"),
+        (0, GIB // 8, 2, "0.125 GiB are free"),
     ],
 )
 def test_more_ranks_than_a_machine_can_hold_are_refused(
@@ -411,6 +411,21 @@ def test_more_ranks_than_a_machine_can_hold_are_refused(
     assert f"--nproc_per_node={most}" in prepare(gpus=gpus, NGPU=str(most)).arguments
     with pytest.raises(ConfigError, match=f"^{most + 1} ranks .*{why}.* to {most} or less"):
         prepare(gpus=gpus, NGPU=str(most + 1))
+
+
+def test_a_model_that_is_larger_than_the_memory_is_refused_before_ranks_start(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 2 * 4 * 6_163_712  # parameters and gradients of the debug model
+    monkeypatch.setattr(launcher, "_RANK_BYTES", 1)
+    monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (free, "on this machine"))
+    prepare("--parallelism.data_parallel_shard_degree", "2", NGPU="2")
+    prepare(REPLICATE, "2", **SEVERAL)
+    with pytest.raises(ConfigError, match="its 6,163,712 parameters .* need 0.0918 GiB, and with"):
+        prepare(REPLICATE, "2", NGPU="2", NNODES="1")
+    with pytest.raises(ConfigError, match="need 0.0459 GiB"):
+        monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (free - 1, ""))
+        prepare(NGPU="2", NNODES="1")
 
 
 @pytest.mark.parametrize(

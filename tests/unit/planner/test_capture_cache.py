@@ -87,7 +87,7 @@ def test_a_step_that_was_read_is_planned_as_one_that_is_captured(mesh, folder, c
         of_earlier_call = Captures(cache=CaptureCache(folder))
         assert plan(of_this_call, *more) == plan(of_earlier_call, *more)
     assert len(captured) == 1
-    assert len([line for line in said if "read from" in line]) == 2
+    assert len([line for line in said if "by an earlier call" in line]) == 2
 
 
 def described(value, storages):

@@ -74,3 +74,5 @@ def test_a_terminal_gets_colours_and_a_gpu_its_mfu(log, monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr(console, "device_type", "cuda")
     assert log()[-1] == STEP
+    monkeypatch.setattr(console, "device_type", "cpu")
+    assert log()[-1] == STEP.partition("  " + Color.magenta)[0]

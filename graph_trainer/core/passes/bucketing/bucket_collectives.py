@@ -134,8 +134,7 @@ def bucket_collectives(
         joint.remarks.append(
             "every sum keeps its order: CPU ranks add in rank order, whatever the bucket"
             if backends == {BACKEND} or planned_for_cpu
-            else "merged sums have the same addends, maybe in another order; compile.bitwise = "
-            "true keeps the order"
+            else "merged sums may add in another order; compile.bitwise = true keeps it"
         )
     merge(joint, buckets)
 

@@ -402,6 +402,8 @@ param_groups = [{ pattern = ".*", optimizer_name = "Adam" }]""",
 )
 
 ON_THE_COMMAND_LINE = (
+    Bad('lr = "3"', "Did you mean optimizer.lr?", ["--lr", "3"]),
+    Bad("nosuch", "`graph-trainer train --help` lists", ["--nosuch.key", "3"]),
     Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz", "3"]),
     Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz=3"]),
     Bad(

@@ -109,7 +109,7 @@ def test_it_says_what_it_tried(limit_gib):
         )
     assert joint.remarks[0] == f"the best of 6: {told.pop(cap)}"
     assert joint.remarks[1:-1] == list(told.values())
-    assert "maybe in another order" in joint.remarks[-1]
+    assert "may add in another order" in joint.remarks[-1]
 
 
 def test_what_does_not_fit_is_not_taken():
