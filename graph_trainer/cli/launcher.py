@@ -104,7 +104,9 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     gpus = torch.cuda.device_count()
     ranks = ranks or gpus or (2 if machines > 1 else 0)
     config, ranks = _checked(argv, ranks, machines)
-    _check_ranks(config, ranks, gpus, machines)
+    if not gpus:
+        _check_model_fits(config, machines)
+    _check_ranks(ranks, gpus)
     _check_restarts(config, restarts)
     if not gpus and module == RANK_MODULE:  # others call the ops one by one
         _check_compiler(config)
@@ -316,7 +318,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     return config, ranks
 
 
-def _check_ranks(config: GraphTrainerConfig, ranks: int, gpus: int, machines: int) -> None:
+def _check_ranks(ranks: int, gpus: int) -> None:
     """Refuse more ranks than this machine has GPUs, or memory for where it has none."""
     from graph_trainer.titan.device_memory import available_on_cpu
 
@@ -326,7 +328,6 @@ def _check_ranks(config: GraphTrainerConfig, ranks: int, gpus: int, machines: in
         free, _ = available_on_cpu()
         most = max(2, int(free / _RANK_BYTES))
         why = f"each takes 0.4 GiB before its model, and {gib(free)} GiB are free"
-        _check_model_fits(config, free, machines)
     if ranks > most:
         raise ConfigError(
             f"{ranks:,} ranks are too many for this machine: {why}. Set NGPU, or the degrees of "
@@ -335,12 +336,18 @@ def _check_ranks(config: GraphTrainerConfig, ranks: int, gpus: int, machines: in
         )
 
 
-def _check_model_fits(config: GraphTrainerConfig, free: int, machines: int) -> None:
+def _check_model_fits(config: GraphTrainerConfig, machines: int) -> None:
     """Refuse a model whose parameters and gradients alone are more than is free on all machines."""
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in config.model_spec.model.build().parameters())
+    from graph_trainer.titan.device_memory import available_on_cpu
+
+    try:
+        with torch.device("meta"):
+            model = config.model_spec.model.build()
+    except Exception:  # of the user's own code: the ranks, which build it too, say it as all errors
+        return
+    parameters, (free, _) = sum(p.numel() for p in model.parameters()), available_on_cpu()
     copies = max(1, config.parallelism.data_parallel_replicate_degree)
     needed = 2 * parameters * copies * TORCH_DTYPE_MAP[config.training.dtype].itemsize
     if needed > free * machines:

@@ -151,5 +151,7 @@ def wrong_type(
     key, example = key.partition("[")[0], f"[{example}]" if entry else example
     if not is_flag:
         return f"expected {expected}", f"Write {key} = {example}."
+    if not example.startswith('"'):  # which a shell takes off
+        example = shlex.quote(example)
     no_value = f", or --{key} None" if nullable else ""
-    return f"expected {expected}", f"Write --{key} {shlex.quote(example)}{no_value}."
+    return f"expected {expected}", f"Write --{key} {example}{no_value}."

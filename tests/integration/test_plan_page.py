@@ -437,6 +437,17 @@ def test_a_flag_in_a_note_is_in_one_line(opened, plan, tmp_path, monkeypatch):
     assert opened.js(script, flag) == [[flag, 1]] * 12
 
 
+@pytest.mark.parametrize("width", [700, 800, 1024, 1080, 1280])
+def test_tables_beside_each_other_are_whole(browser, width):
+    browser.window(width, 900)
+    frames = (
+        "return [...document.querySelectorAll('.pair .wide')].map("
+        "e => [e.clientWidth, e.scrollWidth])"
+    )
+    shown = browser.js(frames)
+    assert len(shown) == 2 and all(inner <= outer for outer, inner in shown)
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_page_is_filled_and_its_blues_differ(browser, dark):
     browser.window(1280, 900, dark=dark)

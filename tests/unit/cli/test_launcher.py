@@ -375,7 +375,7 @@ def test_a_rank_shows_its_error_where_no_launcher_does(
     assert capsys.readouterr().err.startswith("Traceback (most recent")
 
 
-@pytest.mark.parametrize(("code", "said"), [(-9, "Signal 9 (SIGKILL)"), (7, "exit code 7")])
+@pytest.mark.parametrize(("code", "said"), [(-9, "since memory ran out"), (7, "exit code 7")])
 def test_a_rank_that_ended_without_a_word(
     failing: Failing, capsys: pytest.CaptureFixture[str], code: int, said: str
 ) -> None:
@@ -426,6 +426,8 @@ def test_a_model_that_is_larger_than_the_memory_is_refused_before_ranks_start(
     with pytest.raises(ConfigError, match="need 0.0459 GiB"):
         monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (free - 1, ""))
         prepare(NGPU="2", NNODES="1")
+    broken = SimpleNamespace(build=lambda: 1 / 0)  # the ranks say what is wrong with a model
+    launcher._check_model_fits(SimpleNamespace(model_spec=SimpleNamespace(model=broken)), 1)
 
 
 @pytest.mark.parametrize(

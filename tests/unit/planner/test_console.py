@@ -6,7 +6,7 @@ import pytest
 
 from graph_trainer.core.passes.report import PassReport, Report
 from graph_trainer.core.text import WIDTH
-from graph_trainer.planner.console import plain_table, print_table, report_table
+from graph_trainer.planner.console import plain_table, print_table, progress, report_table
 from graph_trainer.planner.measures import duration, measure, size
 
 
@@ -27,6 +27,14 @@ def test_digits_are_whole_on_a_narrow_terminal(columns, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.count("1,234,567.8") == 5 and "…" not in out
     assert widest(out) <= WIDTH
+
+
+def test_lines_of_progress_are_not_wider(capsys):
+    with progress("compare") as say:
+        say(", ".join(f"a.long_key_{n} = {n}" for n in range(20)))
+    printed = capsys.readouterr().err
+    assert widest(printed) <= WIDTH and len(printed.splitlines()) > 2
+    assert [f"a.long_key_{n} = {n}" in printed for n in range(20)] == [True] * 20
 
 
 def test_a_table_that_fits_is_as_wide_as_the_terminal_at_most(monkeypatch, capsys):

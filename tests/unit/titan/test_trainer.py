@@ -63,6 +63,29 @@ def test_a_run_that_is_at_its_end_captures_nothing():
     assert looked_at == [1]
 
 
+@pytest.mark.parametrize("named", [None, "other/checkpoint"])
+@pytest.mark.parametrize("newest", [0, 2])
+def test_what_a_resumed_run_does_not_do_is_said(monkeypatch, newest, named):
+    said = []
+    monkeypatch.setattr(trainer_module.logger, "warning", said.append)
+    monkeypatch.setattr(trainer_module.Trainer, "train", lambda self: None)
+    monkeypatch.setattr(GraphTrainer, "_prepare_first_graph", lambda self: None)
+    monkeypatch.setattr(GraphTrainer, "should_continue_training", lambda self: self.step < 2)
+    run = object.__new__(GraphTrainer)
+    checkpoint = SimpleNamespace(initial_load_path=named)
+    run.config = SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(steps=2))
+    run.checkpointer = SimpleNamespace(
+        step_to_load=lambda: newest, maybe_wait_for_saving=lambda: None
+    )
+    run._microbatches, run._routing, run._model, run.optimizers = 0, None, nn.Linear(1, 1), None
+    run.observer, run.step = SimpleNamespace(finished=lambda *of: None), newest
+    run.train()
+    wanted = ['initial_load_path = "other/checkpoint" is not read'] if named and newest else []
+    wanted += ["There was nothing left to do: the checkpoint is of step 2"] if newest else []
+    assert len(said) == len(wanted)
+    assert all(words in line for words, line in zip(wanted, said, strict=True))
+
+
 @pytest.mark.parametrize(("device", "grew"), [("cpu", [2**29]), ("cuda", []), ("cpu", [])])
 def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, device, grew):
     """`grew` is empty where the system tells nothing."""
