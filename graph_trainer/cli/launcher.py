@@ -30,13 +30,14 @@ from graph_trainer.core.runtime.backends.registry import (
 )
 from graph_trainer.core.text import COLUMNS, error_text
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import PHASE
+from graph_trainer.errors import ConfigError, MemoryLimitError
+from graph_trainer.planner.console import PHASE, progress
 from graph_trainer.train import SHOWN_BY_LAUNCHER
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    from graph_trainer.core.passes.memory_limit import DeviceMemory
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 USAGE = """\
@@ -77,6 +78,7 @@ class Launch:
     """The file for the tracebacks of ranks that fail."""
     config: Any = field(default=None, compare=False)
     world_size: int = field(default=0, compare=False)
+    local_ranks: int = field(default=0, compare=False)
 
 
 def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
@@ -104,9 +106,9 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     gpus = torch.cuda.device_count()
     ranks = ranks or gpus or (2 if machines > 1 else 0)
     config, ranks = _checked(argv, ranks, machines)
-    if not gpus:
-        _check_model_fits(config, machines)
     _check_ranks(ranks, gpus)
+    _check_folders(config)
+    _check_text(config, ranks * machines)
     _check_restarts(config, restarts)
     if not gpus and module == RANK_MODULE:  # others call the ops one by one
         _check_compiler(config)
@@ -139,7 +141,7 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     name = f"tracebacks_{machine}.txt" if machine else "tracebacks.txt"
     tracebacks = Path(config.dump_folder) / name
     words = [*arguments, "-m", module, *argv]
-    return Launch(words, environment, tracebacks, config, ranks * machines)
+    return Launch(words, environment, tracebacks, config, ranks * machines, ranks)
 
 
 def start(launch: Launch) -> int:
@@ -147,24 +149,12 @@ def start(launch: Launch) -> int:
     of the rank that failed first, whose error is printed last.
 
     A signal that reaches this process ends every rank, as with torchrun itself.
-
-    Raises:
-        ConfigError: nothing can be written to the folder of the run.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    folder = launch.tracebacks.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f'dump_folder = "{folder}": nothing can be written there ({error.strerror}). Set it to '
-            "a folder that you may write."
-        ) from None
+    launch.tracebacks.parent.mkdir(parents=True, exist_ok=True)
     os.environ.update(launch.environment)
     if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
         os.environ[SHOWN_BY_LAUNCHER] = "1"
@@ -336,26 +326,83 @@ def _check_ranks(ranks: int, gpus: int) -> None:
         )
 
 
-def _check_model_fits(config: GraphTrainerConfig, machines: int) -> None:
-    """Refuse a model whose parameters and gradients alone are more than is free on all machines."""
-    from torchtitan.config import TORCH_DTYPE_MAP
+def _check_folders(config: GraphTrainerConfig) -> None:
+    """Refuse folders that nothing can be written to, where the run would write."""
+    from torchtitan.tools.filesystem import is_remote
 
-    from graph_trainer.titan.device_memory import available_on_cpu
+    metrics, checkpoint, profiler = config.metrics, config.checkpoint, config.profiler
+    folders = [("dump_folder", ""), ("dump_folder", "structured_logs")]
+    if metrics.enable_tensorboard:
+        folders.append(("metrics.save_tb_folder", metrics.save_tb_folder))
+    if checkpoint.enable and not checkpoint.load_only:
+        folders.append(("checkpoint.folder", checkpoint.folder))
+    if profiler.enable_profiling:
+        folders.append(("profiler.save_traces_folder", profiler.save_traces_folder))
+    for key, name in folders:
+        folder = Path(os.path.abspath(os.path.join(config.dump_folder, name)))
+        there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+        try:
+            if not is_remote(str(folder)):
+                tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            value = config.dump_folder if key == "dump_folder" else name
+            raise ConfigError(
+                f'{key} = "{value}": nothing can be written to {folder} '
+                f"({error.strerror}). Set it to a folder that you may write."
+            ) from None
 
-    try:
-        with torch.device("meta"):
-            model = config.model_spec.model.build()
-    except Exception:  # of the user's own code: the ranks, which build it too, say it as all errors
+
+def _check_text(config: GraphTrainerConfig, world_size: int) -> None:
+    """Refuse a text that is too small for a batch; `check` imports what the others do not need."""
+    from graph_trainer.titan.config.check import check_text_fills_a_batch
+
+    check_text_fills_a_batch(config, world_size)
+
+
+def memory_of_rank(launch: Launch) -> DeviceMemory:
+    """Return what a rank here may need: a GPU's memory, or its part of what is free."""
+    from graph_trainer.core.passes.memory_limit import DeviceMemory
+    from graph_trainer.titan.device_memory import share_of_host
+
+    if torch.cuda.device_count():
+        return DeviceMemory(torch.cuda.get_device_properties(0).total_memory, "all of the GPU")
+    return share_of_host(launch.local_ranks)
+
+
+def check_step_fits(launch: Launch) -> None:
+    """Refuse a step that needs more memory than there is, as the ranks would once they had started.
+
+    Left to the ranks are a step that cannot be captured, and a run on several machines, each of
+    which would plan it.
+
+    Raises:
+        MemoryLimitError: with what the memory is for, and what would help.
+    """
+    from graph_trainer.core.simulation.detect import detect_hardware
+    from graph_trainer.planner.capture_cache import CaptureCache, default_folder
+    from graph_trainer.planner.captures import Captures
+    from graph_trainer.planner.plan import make_plan
+
+    if launch.config.compile.memory_limit_gib == 0 or launch.world_size > launch.local_ranks:
         return
-    parameters, (free, _) = sum(p.numel() for p in model.parameters()), available_on_cpu()
-    copies = max(1, config.parallelism.data_parallel_replicate_degree)
-    needed = 2 * parameters * copies * TORCH_DTYPE_MAP[config.training.dtype].itemsize
-    if needed > free * machines:
-        raise ConfigError(
-            f"the model: its {parameters:,} parameters and their gradients need {gib(needed)} GiB, "
-            f"and without GPUs {gib(free)} GiB are free. Choose a smaller one with --config, or "
-            "`graph-trainer plan` it."
-        )
+    room, hardware = memory_of_rank(launch), detect_hardware().hardware
+    captures = Captures(cache=CaptureCache(default_folder()))
+    on_terminal = sys.stderr.isatty()
+    try:
+        with progress("memory") if on_terminal else contextlib.nullcontext(lambda _: None) as say:
+            make_plan(
+                launch.config,
+                launch.world_size,
+                hardware,
+                every_pass=False,
+                captures=captures,
+                device_memory=lambda joint: room,
+                on_progress=say,
+            )
+    except MemoryLimitError:
+        raise
+    except Exception:  # of the user's own code too: the ranks, which run it, say it as all errors
+        return
 
 
 def _check_compiler(config: GraphTrainerConfig) -> None:

@@ -5,6 +5,7 @@ Each command imports what it needs, so that --help and a mistyped command answer
 
 import atexit
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = _run(command, words)
@@ -73,9 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader, such as head, has what it wants
+    except OSError as error:
+        if error.filename or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if error.errno == errno.EPIPE:  # the reader, such as head, has what it wants
+            return 128 + signal.SIGPIPE
+        print("error: the output cannot be written: the disk is full", file=sys.stderr)
+        return 2
 
 
 def _run(command: str, words: list[str]) -> int:
@@ -144,7 +152,9 @@ def train(argv: Sequence[str]) -> int:
         from graph_trainer.cli.plan_command import dry_run
 
         return dry_run([word for word in argv if word != DRY_RUN])
-    return launcher.start(launcher.prepare(argv))
+    launch = launcher.prepare(argv)
+    launcher.check_step_fits(launch)
+    return launcher.start(launch)
 
 
 def print_completion(argv: Sequence[str]) -> int:

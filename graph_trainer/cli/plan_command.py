@@ -16,7 +16,7 @@ from typing import IO
 from rich.console import Group, RenderableType
 
 from graph_trainer.cli.keys import CommandParser
-from graph_trainer.cli.launcher import prepare
+from graph_trainer.cli.launcher import check_step_fits, memory_of_rank, prepare
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
@@ -165,12 +165,15 @@ def dry_run(argv: Sequence[str]) -> int:
     """Print the config that `train` would run, after comments on its ranks and what they need.
 
     Raises:
-        GraphTrainerError: as `launcher.prepare`, or a step that cannot be captured.
+        GraphTrainerError: as `launcher.prepare` and `check_step_fits`, or a step that cannot be
+            captured.
     """
     launch = prepare(argv)
     config = launch.config
     named = config.compile.hardware
     hardware = load_hardware(named) if named else detect_hardware().hardware
+    if not named:
+        hardware = replace(hardware, memory_gib=memory_of_rank(launch).bytes / GIB)
     captures = Captures(cache=CaptureCache(default_folder()))
     with progress("plan") as say:
         world_size = launch.world_size
@@ -180,6 +183,8 @@ def dry_run(argv: Sequence[str]) -> int:
     for text in (*report["notes"], *fit_and_speed(report).splitlines()):
         lines += wrapped(text, WIDTH - len("# ")).splitlines()
     print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
+    if not plan.fits:
+        check_step_fits(launch)
     return 0
 
 

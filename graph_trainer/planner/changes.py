@@ -11,7 +11,7 @@ from functools import partial
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import ActivationPolicy
-from graph_trainer.core.passes.memory_limit import HELPS, KEY
+from graph_trainer.core.passes.memory_limit import HELPS, KEY, enough_gib
 from graph_trainer.core.passes.pipeline import pass_by_pass, run_before, with_policy
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory, plans_between
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
@@ -72,11 +72,14 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
 def changes_that_help(plan: Plan) -> Iterator[Change]:
     """Yield the changes of HELPS that a run does not have yet.
 
-    Where a limit or a table decides what is kept, the only one is a limit of what the device has.
+    Where a plan of memory has filled more than the device has, the only one is a limit of that.
     """
-    if plan.memory_table is not None:
+    decided, room = plan.memory_table is not None, plan.hardware.memory_bytes
+    if decided and plan.allowed_bytes == room:
         yield {KEY: f"{plan.hardware.memory_gib:g}"}
         return
+    if plan.allowed_bytes < plan.need.total <= room:
+        yield {KEY: enough_gib(plan.need.total)}
     config = plan.config
     training, parallelism = config.training, config.parallelism
     checkpointing = config.activation_checkpoint
@@ -91,7 +94,7 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
                 if parallelism.fsdp_reshard_after_forward != "always" and freed >= enough:
                     yield {key: "always"}
             case "activation_checkpoint.type":
-                if "Full" not in policy:
+                if "Full" not in policy and not decided:
                     yield {key: "full"}
                 if not policy:
                     yield {key: "selective"}

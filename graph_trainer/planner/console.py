@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import sys
 import time
@@ -80,12 +81,18 @@ def plain_table(title: str, title_style: str = "bold") -> PlainTable:
     )
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise it, for the command line to end as it always does, where rich exits with 1."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def print_table(table: RenderableType, *, stderr: bool = False) -> None:
     """Print a table at most 100 columns wide, and as wide as the terminal where it is one.
 
     torchrun's prefix of a line, such as "[rank0]:", counts.
     """
-    console = Console(stderr=stderr, highlight=False)
+    console = _Console(stderr=stderr, highlight=False)
     width = min(console.width, WIDTH) if console.is_terminal else width_in_pipe()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         width -= len("[{ROLE_NAME}{LOCAL_RANK}]:".format_map(os.environ))

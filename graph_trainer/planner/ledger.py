@@ -58,6 +58,8 @@ def ledger(
 ) -> tuple[list[LedgerRow], Simulation]:
     """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
+    A step that needs more than the limit is not refused.
+
     Args:
         processes: how many compute at once at most: the next passes need not wait for what is
             simulated of a graph.
@@ -74,7 +76,8 @@ def ledger(
 
     made: list[tuple[PassRun, Callable[[], LedgerRow]]] = []
     with Aside(processes) as aside:
-        for report in pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement):
+        runs = pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement, refuses=False)
+        for report in runs:
             if not made or report.changed:
                 simulation = None  # and remains so where another process simulates
                 row_now = aside.begin(look)

@@ -16,7 +16,7 @@ import torch
 from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
-from graph_trainer.core.passes.memory_limit import host_memory_of
+from graph_trainer.core.passes.memory_limit import DeviceMemoryOf, host_memory_of, unknown
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass, with_policy
@@ -201,6 +201,7 @@ def make_plan(
     agreement: AsFarAsKnown | None = None,
     captures: Captures | None = None,
     processes: int = 1,
+    device_memory: DeviceMemoryOf | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -214,10 +215,12 @@ def make_plan(
         agreement: the ranks that decide together; None for this one alone.
         captures: of earlier plans, for one that differs in what acts on the graph alone.
         processes: how many compute at once at most.
+        device_memory: of a rank; a step is then refused as in training, beyond this or the limit.
         on_progress: called with a line before each part of the work.
 
     Raises:
         CaptureError: the step cannot be captured.
+        MemoryLimitError: with `device_memory`.
         PassError, VerificationError: as `run_passes`.
     """
     on_progress("building the model on meta")
@@ -230,7 +233,11 @@ def make_plan(
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
     joint = captures.of(run, on_progress)
     mark_saved(joint)
-    passes = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
+    passes = run.pass_config(
+        hardware=hardware,
+        device_memory=device_memory or unknown,
+        host_memory=host_memory_of(hardware),
+    )
     if runtime is TORCHTITAN:
         # FSDP2 gathers the next layer's parameters while one layer computes.
         blocks = Counter(block_of(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER))
@@ -250,7 +257,10 @@ def make_plan(
             joint, passes, look, on_pass=on_progress, agreement=agreement, processes=processes
         )
     else:
-        *_, last = pass_by_pass(joint, passes, agreement=agreement, on_pass=on_progress)
+        refuses = device_memory is not None
+        *_, last = pass_by_pass(
+            joint, passes, agreement=agreement, on_pass=on_progress, refuses=refuses
+        )
         simulation = look(joint)
         rows = [row_of(simulation, last)]
     plan = plan_of(config, run, passes, rows, simulation)

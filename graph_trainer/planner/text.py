@@ -13,7 +13,7 @@ from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.passes.memory_limit import KEY
-from graph_trainer.core.units import MIB
+from graph_trainer.core.units import MIB, gib
 from graph_trainer.planner.console import PlainTable, plain_table
 from graph_trainer.planner.measures import duration, measure
 from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
@@ -223,16 +223,15 @@ def advice_table(report: dict[str, Any]) -> PlainTable:
 def fit_and_speed(report: dict[str, Any]) -> str:
     """Format whether the run fits and how fast it is."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
-    unit = measure("bytes", [needed, allowed])._replace(places=1)
-    needs = unit.text(needed)
+    needs = f"{gib(needed)} GiB"
     peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
     if needed > peak:
         needs += (
-            f" (peak {unit.digits(peak)}, gaps of the allocator {unit.digits(allocated - peak)}, "
-            f"reserved for driver and communication {unit.digits(needed - allocated)})"
+            f" (peak {gib(peak)}, gaps of the allocator {gib(allocated - peak)}, "
+            f"reserved for driver and communication {gib(needed - allocated)})"
         )
-    bound = f"{unit.text(allowed)} of {bound_of(report)}"
-    left = unit.text(abs(report["headroom_bytes"]))
+    bound = f"{gib(allowed)} GiB of {bound_of(report)}"
+    left = f"{gib(abs(report['headroom_bytes']))} GiB"
     memory = (
         f"Fits: needs {needs} of the {bound}; {left} head-room."
         if report["fits"]

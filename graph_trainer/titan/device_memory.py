@@ -60,7 +60,7 @@ class MemoryOfRun:
         """
         if not self._measured_on_host:
             try:
-                self._measured_on_host.append(_share_of_host())
+                self._measured_on_host.append(share_of_host())
             except (OSError, psutil.Error):
                 self._measured_on_host.append(None)
         return self._measured_on_host[0]
@@ -90,13 +90,13 @@ class MemoryOfRun:
             return free, f"{gib(free)} GiB free on the GPU"
         if self._device.type != "cpu":
             raise RuntimeError(f"not measured on devices of type '{self._device.type}'")
-        return _share_of_host()
+        return share_of_host()
 
 
-def _share_of_host() -> DeviceMemory:
-    """Return this rank's part of what programs may still take."""
+def share_of_host(ranks: int = 0) -> DeviceMemory:
+    """Return a rank's part of what programs may still take; 0 ranks are as many as run here."""
     free, where = available_on_cpu()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = ranks or max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return DeviceMemory(free // ranks, f"{gib(free)} GiB available {where} / {ranks} ranks")
 
 

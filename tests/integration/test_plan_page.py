@@ -168,7 +168,7 @@ def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
     heading = "return [document.querySelector('h1').className, document.title]"
     kind, title = opened.js(heading)
     gib = usable / 2**30
-    assert kind == "bad" and title.startswith(f"Does not fit: needs {2 * gib:.1f} of {gib:.1f} GiB")
+    assert kind == "bad" and title.startswith(f"Does not fit: needs {2 * gib:.2f} of {gib:.2f} GiB")
     assert "too much" in opened.js("return document.querySelector('.figures').innerText")
 
 

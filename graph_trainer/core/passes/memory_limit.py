@@ -10,7 +10,6 @@ from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import PassContext, RunSettings
-from graph_trainer.core.passes.report import Report
 from graph_trainer.core.simulation.detect import detect_for
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
@@ -114,11 +113,11 @@ class Budget:
             f"{self._limit:g}"
         )
 
-    def check(self, joint: JointGraph, report: Report | None, raised: Mapping[str, int]) -> None:
-        """Refuse a graph that needs more than the limit allows or than device and host have.
+    def check(self, joint: JointGraph, raised: Mapping[str, int], refuses: bool) -> None:
+        """Refuse a graph that needs more than the host has, and more than the limit or the device.
 
         Args:
-            report: of all passes; None unless `may_refuse`.
+            refuses: whether limit and device bind.
             raised: by optional pass that was kept, the bytes by which it raised what is needed.
 
         Raises:
@@ -127,24 +126,26 @@ class Budget:
         hardware = self._context.hardware_for(joint)
 
         def refusal(said: str, hardware: Hardware, remedy: str) -> MemoryLimitError:
-            """Add what this rank needs, what each pass did, and what would help."""
+            """Add what this rank needs, and what would help."""
             memory = self.memory(joint, hardware)
             helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
             needed = what_is_needed(memory, hardware)
-            return MemoryLimitError(f"{said} {needed}.\n{report}\n{remedy} {helps}")
+            return MemoryLimitError(f"{said} {needed}.\n{remedy} {helps}")
 
-        if self.is_over(joint):
-            planned = (
-                "What is kept is planned for the first batch, and every later one follows: let the "
-                "largest come first, and the plan leaves room for it. "
-                if self._follows_plan
-                else ""
-            )
+        if refuses and self.is_over(joint):
+            planned, needed = "", self.needed(joint)
+            if self._follows_plan:
+                planned = (
+                    "What is kept is planned for the first batch, and every later one follows: let "
+                    "the largest come first, and the plan leaves room for it. "
+                )
+            elif self._context.settings.activation_policy == "budget":
+                planned = "That is the least, with everything recomputed. "
             said = (
-                f"{KEY} = {self._limit:g}: the step needs {gib(self.needed(joint))} GiB on the "
-                f"rank that needs most. {planned}This rank needs"
+                f"{KEY} = {self._limit:g}: the step needs {gib(needed)} GiB on the rank that needs "
+                f"most. {planned}This rank needs"
             )
-            raise refusal(said, hardware, f"Raise {KEY}, or set")
+            raise refusal(said, hardware, f"Raise {KEY} to {enough_gib(needed)}, or set")
         if self._host_memory is not unknown and self._limit != 0:
             copies = any(map(is_copy_to_host, joint.graph.nodes))
             need = self.memory(joint, hardware).host_bytes if copies else 0
@@ -158,7 +159,7 @@ class Budget:
                     "compile.offload_activations.min_bytes, fewer gt.offload(); or recompute: "
                     f'activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
                 )
-        if not self.may_refuse or self._limit is not None:
+        if not refuses or not self.may_refuse or self._limit is not None:
             return
         room, here = self._device_memory(joint), detect_for(joint).hardware
         if hardware.device != here.device:  # what is free is free here, wherever it will run
@@ -175,6 +176,11 @@ class Budget:
         """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
         mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
+
+
+def enough_gib(needed: int) -> str:
+    """Format the smallest limit in GiB, to two digits, that allows so many bytes."""
+    return f"{math.ceil(100 * needed / GIB) / 100:.2f}"
 
 
 def _text(room: DeviceMemory | None) -> str:

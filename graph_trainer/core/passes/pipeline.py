@@ -42,7 +42,6 @@ from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
 from graph_trainer.errors import (
     CollectiveError,
     GraphTrainerError,
-    MemoryLimitError,
     PassError,
     VerificationError,
 )
@@ -124,14 +123,16 @@ def pass_by_pass(
     agreement: Agreement | None = None,
     on_pass: Callable[[str], None] | None = None,
     report: Report | None = None,
+    refuses: bool = True,
 ) -> Iterator[PassRun]:
     """Run the passes as `run_passes` does, one each time the iterator moves on.
 
     Arguments and errors are those of `run_passes`. A `report` gets the rows; without one nothing is
     measured but what a memory limit needs. A pass that is only optional and raises the need
     of memory above the limit is rolled back before the next pass runs, unless the passes after it
-    bring the need back within the limit. The code of the graph module is generated once, at the
-    end.
+    bring the need back within the limit. Without `refuses`, a graph that needs more than the limit
+    or than the device has is the caller's to judge. The code of the graph module is generated once,
+    at the end.
 
     Returns:
         an iterator: first the graph as captured, then each pass. Until it moves on, `joint` is the
@@ -158,7 +159,7 @@ def pass_by_pass(
     budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
-    if report is None and budget.may_refuse:  # with a message that has the report
+    if report is None and refuses and budget.may_refuse:  # for what passes raised
         report = Report()
     order = access_order(joint.graph)
     rounding = (f"equal up to rounding: {'; '.join(joint.rounding)}",) if joint.rounding else ()
@@ -205,7 +206,7 @@ def pass_by_pass(
             if start is None and step.graph_pass.optional:
                 raised[name] = report.last.peak_bytes - report.rows[-2].peak_bytes
         yield done
-    budget.check(joint, report, raised)
+    budget.check(joint, raised, refuses)
     joint.graph_module.recompile()
 
 
@@ -214,12 +215,9 @@ def _ends_within(joint: JointGraph, later: Sequence[PassStep], budget: Budget) -
     if not later:
         return False
     trial = copy_graph(joint)
-    try:
-        for step in later:
-            _run(trial, step)
-            trial.history.append(step.graph_pass.name)
-    except MemoryLimitError:  # of a plan of memory, on all ranks
-        return False
+    for step in later:
+        _run(trial, step)
+        trial.history.append(step.graph_pass.name)
     return not budget.is_over(trial)
 
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from rich.table import Column, Table
 
 from graph_trainer.core.passes.memory_limit import KEY
+from graph_trainer.core.units import gib
 from graph_trainer.planner import text
 from graph_trainer.planner.html.drawn import drawn
 from graph_trainer.planner.measures import duration, measure, size
@@ -147,8 +148,7 @@ def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) ->
 def fit_text(report: dict[str, Any]) -> str:
     """Format whether the run fits: 'Fits: 64.5 of 93.0 GiB'; a limit that was given is named."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
-    unit = measure("bytes", [needed, allowed])._replace(places=1)
-    both = f"{unit.digits(needed)} of {unit.text(allowed)}"
+    both = f"{gib(needed)} of {gib(allowed)} GiB"
     if bound_of(report) == KEY:
         both += f", {KEY}"
     return f"Fits: {both}" if report["fits"] else f"Does not fit: needs {both}"

@@ -101,20 +101,22 @@ _AT_LEAST_ONE = (
 )
 _SHARDS = "parallelism.data_parallel_shard_degree"
 _LARGEST = sys.float_info.max
+_MOST = 2**63 - 1
+"""Of an int64, as which torch and torchtitan count."""
 _BOUNDS: dict[str, tuple[float, float, str]] = {
-    **dict.fromkeys(_AT_LEAST_ONE, (1, inf, "")),
-    "training.steps": (1, 2**63 - 1, "Set it to 1 or more, below 2**63."),
-    "training.global_batch_size": (1, inf, "Set 1 or more, or -1 for one micro-batch a rank."),
+    **dict.fromkeys(_AT_LEAST_ONE, (1, _MOST, "")),
+    "training.steps": (1, _MOST, ""),
+    "training.global_batch_size": (1, _MOST, "Set 1 or more, or -1 for one micro-batch a rank."),
     "training.max_norm": (5e-324, inf, "Set it to a positive number (large to clip nothing)."),
-    _SHARDS: (1, inf, "Set 1 or more, or -1 for all remaining ranks."),
+    _SHARDS: (1, _MOST, "Set 1 or more, or -1 for all remaining ranks."),
     **dict.fromkeys(
         ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps"),  # AdamW takes inf
         (-_LARGEST, _LARGEST, "Set a finite number."),
     ),
-    "dataloader.seed": (0, inf, ""),
-    "tokenizer.vocab_size": (258, inf, "Set 258 or more: 256 bytes, begin and end of a text."),
-    "checkpoint.load_step": (-1, inf, "Set the step to load, or -1 for the last one."),
-    "lr_scheduler.warmup_steps": (0, inf, ""),
+    "dataloader.seed": (0, _MOST, ""),
+    "tokenizer.vocab_size": (258, _MOST, "Set 258 or more: 256 bytes, begin and end of a text."),
+    "checkpoint.load_step": (-1, _MOST, "Set the step to load, or -1 for the last one."),
+    "lr_scheduler.warmup_steps": (0, _MOST, ""),
     "lr_scheduler.decay_ratio": (0, 1, "Set a fraction of the steps, or unset it."),
     "lr_scheduler.min_lr_factor": (0, 1, "Set a fraction of the largest learning rate."),
     "comm.init_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
@@ -127,7 +129,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     ),
     "activation_checkpoint.layers": (
         1,
-        inf,
+        _MOST,
         'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
     ),
     "debug.seed": (0, 2**64 - 1, f"Set a seed from 0 to {2**64 - 1}, or unset it."),
@@ -159,6 +161,8 @@ def out_of_bounds(key: str, value: Any) -> tuple[str, str] | None:
     minus_one = value == -1 and key in _OR_MINUS_ONE
     if key not in _BOUNDS or value is None or minus_one or least <= value <= greatest:
         return None
+    if value > least and greatest == _MOST:
+        return "out of bounds", f"Set {key} below 2**63."
     return "out of bounds", remedy or f"Set {key} to {least} or more."
 
 

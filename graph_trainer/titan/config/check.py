@@ -132,6 +132,37 @@ def check_config(
         raise refusal(problems, origins)
 
 
+_ENOUGH = 128
+"""Bytes of text a token, with which a split surely has the tokens: some 8 of 100 documents
+validate, and a token is about four bytes."""
+
+
+def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> None:
+    """Refuse a text that is too small for one global batch; one that may be is tokenised here.
+
+    Raises:
+        ConfigError: as `TextDataLoader` and the tokenizer do.
+    """
+    training, parallelism = config.training, config.parallelism
+    ranks = world_size // parallelism.tensor_parallel_degree // parallelism.context_parallel_degree
+    resolved, tokenizer = with_text_of_training(config), None
+    validating = [resolved.validator.dataloader] if config.validator.enable else []
+    for loader in (resolved.dataloader, *validating):
+        if not isinstance(loader, TextDataLoader.Config):
+            continue
+        files = open_corpus(loader.dataset, loader.dataset_path).files
+        tokens = ranks * training.local_batch_size * training.seq_len
+        if sum(file.stat().st_size for file in files) < _ENOUGH * tokens:
+            tokenizer = tokenizer or resolved.tokenizer.build(tokenizer_path=config.hf_assets_path)
+            loader.build(
+                dp_world_size=ranks,
+                dp_rank=0,
+                tokenizer=tokenizer,
+                seq_len=training.seq_len,
+                local_batch_size=training.local_batch_size,
+            )
+
+
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     """Check values that depend on other keys, above all about the memory of activations."""
     section, compile_config = config.activation_checkpoint, config.compile

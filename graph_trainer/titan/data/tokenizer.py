@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -164,6 +165,7 @@ def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> pa.Table:
     """
 
     def rows() -> Iterator[dict[str, Any]]:
+        logger.info("tokenising dataset %r", corpus.name)
         documents = corpus.documents()
         while batch := list(itertools.islice(documents, 64)):
             texts = [text for text, _ in batch]
@@ -209,6 +211,8 @@ def load_or_build(
     """
     folder = folder or os.environ.get("GRAPH_TRAINER_CACHE") or datasets.config.HF_DATASETS_CACHE
     path = Path(folder).expanduser()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # a line for each change, where no line is replaced
     try:
         dataset = datasets.Dataset.from_generator(
             rows,

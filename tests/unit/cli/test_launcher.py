@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from graph_trainer.cli import launcher
 from graph_trainer.core.text import COLUMNS
 from graph_trainer.core.units import GIB
-from graph_trainer.errors import ConfigError
+from graph_trainer.errors import ConfigError, MemoryLimitError
 from graph_trainer.planner.console import PHASE
 from graph_trainer.titan import device_memory
 from graph_trainer.titan.checkpoint_reader import METADATA
@@ -386,14 +386,35 @@ def test_a_rank_that_ended_without_a_word(
     assert not any((failing.folder / "out").iterdir())
 
 
-@pytest.mark.parametrize("name", ["file/run", "file"])
+@pytest.mark.parametrize(
+    ("key", "value", "flags"),
+    [
+        ("dump_folder", "file/run", []),
+        ("dump_folder", ".", []),  # a file has the name of its structured_logs
+        ("metrics.save_tb_folder", "../file", ["--dump_folder", "new"]),
+        ("checkpoint.folder", "../file/x", ["--dump_folder", "new", "--checkpoint.enable"]),
+        (
+            "profiler.save_traces_folder",
+            "../file",
+            ["--dump_folder", "new", "--profiler.enable_profiling"],
+        ),
+    ],
+)
 def test_a_folder_that_cannot_be_written_is_refused_before_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    prepare: Prepare,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    value: str,
+    flags: list[str],
 ) -> None:
-    monkeypatch.setattr("torch.distributed.run.main", lambda words: pytest.fail("ranks start"))
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="dump_folder = .* nothing can be written there"):
-        launcher.start(launcher.Launch([], {}, tmp_path / name / "tracebacks.txt"))
+    (tmp_path / "structured_logs").touch()
+    with pytest.raises(ConfigError, match=rf'^{key} = "{re.escape(value)}": nothing can be '):
+        prepare(f"--{key}", value, *flags)
+    prepare(*flags)
+    assert not (tmp_path / "new").exists(), "a check that leaves nothing"
 
 
 @pytest.mark.parametrize(
@@ -413,21 +434,46 @@ def test_more_ranks_than_a_machine_can_hold_are_refused(
         prepare(gpus=gpus, NGPU=str(most + 1))
 
 
-def test_a_model_that_is_larger_than_the_memory_is_refused_before_ranks_start(
-    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_is_larger_than_the_memory_is_refused_before_ranks_start(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    free = 2 * 4 * 6_163_712  # parameters and gradients of the debug model
+    monkeypatch.setenv("GRAPH_TRAINER_CAPTURES", str(tmp_path))
+    free = GIB // 2
     monkeypatch.setattr(launcher, "_RANK_BYTES", 1)
     monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (free, "on this machine"))
-    prepare("--parallelism.data_parallel_shard_degree", "2", NGPU="2")
-    prepare(REPLICATE, "2", **SEVERAL)
-    with pytest.raises(ConfigError, match="its 6,163,712 parameters .* need 0.0918 GiB, and with"):
-        prepare(REPLICATE, "2", NGPU="2", NNODES="1")
-    with pytest.raises(ConfigError, match="need 0.0459 GiB"):
-        monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (free - 1, ""))
-        prepare(NGPU="2", NNODES="1")
-    broken = SimpleNamespace(build=lambda: 1 / 0)  # the ranks say what is wrong with a model
-    launcher._check_model_fits(SimpleNamespace(model_spec=SimpleNamespace(model=broken)), 1)
+    launcher.check_step_fits(prepare())
+    large = ("--training.local_batch_size", "64")
+    with pytest.raises(MemoryLimitError, match="the step needs .* more than there is") as caught:
+        launcher.check_step_fits(prepare(*large))
+    assert "This rank has 0.25 GiB: 0.5 GiB available on this machine / 2 ranks" in " ".join(
+        str(caught.value).split()
+    )
+    limit = "--compile.memory_limit_gib"
+    with pytest.raises(MemoryLimitError, match="= 1: the step needs"):
+        launcher.check_step_fits(prepare(*large, limit, "1"))
+    launcher.check_step_fits(prepare(*large, limit, "100"))  # a risk that is taken
+    launcher.check_step_fits(prepare(*large, limit, "0"))
+    launch = prepare(*large)
+    launch.config.model_spec = None  # the ranks say what is wrong with a model
+    launcher.check_step_fits(launch)
+    launcher.check_step_fits(prepare(*large, **SEVERAL))
+
+
+def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GRAPH_TRAINER_CACHE", str(tmp_path))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(f'{{"text": "{"word " * 400}{i}"}}\n' for i in range(12)))
+    flags = ["--dataloader.dataset_path", str(text), "--training.seq_len", "64"]
+    prepare(*flags, "--training.local_batch_size", "1")
+    with pytest.raises(ConfigError, match="the train split of dataset 'text' .* is too small"):
+        prepare(*flags, "--training.local_batch_size", "100")
+    validating = ["--validator.enable", "--training.local_batch_size", "16"]
+    with pytest.raises(ConfigError, match="the validation split of dataset 'text' .* too small"):
+        prepare(*flags, *validating)
+    # half of the ranks have the same text as others
+    prepare(*flags, "--training.local_batch_size", "20", TP, "2", NGPU="2")
 
 
 @pytest.mark.parametrize(

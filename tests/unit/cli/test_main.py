@@ -193,6 +193,24 @@ def test_a_reader_that_has_enough_is_no_error(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_output_that_is_full_or_closed(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["--version"]) == 2
+    assert capsys.readouterr().err == "error: the output cannot be written: the disk is full\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["--version"]) == 0
+
+
+def test_a_table_is_no_error_either_for_a_reader_that_has_enough(monkeypatch):
+    """As of `graph-trainer doctor | head -1`; rich would end with code 1."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["passes"]) == 141
+
+
 def test_a_dry_run_prints_config_ranks_and_need(capsys):
     flags = ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "64"]
     code, out, err = run(capsys, "train", "--dry-run", *flags, "--compile.mode", "eager")
@@ -204,6 +222,9 @@ def test_a_dry_run_prints_config_ranks_and_need(capsys):
     assert "capturing the train step" in err
     code, out, err = run(capsys, "train", "--dry-run", "--training.seq_len", "63", *flags[:2])
     assert (code, out) == (2, "") and "multiple of 2" in err
+    code, out, err = run(capsys, "train", "--dry-run", "--training.local_batch_size", "4000")
+    assert code == 2 and "# Does not fit: needs" in out and tomllib.loads(out)
+    assert "GiB more than there is" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.full)])

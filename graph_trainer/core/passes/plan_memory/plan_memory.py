@@ -18,7 +18,7 @@ from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, SlowestStep
-from graph_trainer.core.passes.memory_limit import KEY, what_is_needed, what_would_help
+from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
@@ -31,7 +31,7 @@ from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import MemoryLimitError, PassError
+from graph_trainer.errors import PassError
 
 _APART = 0.02
 """The part by which each plan that may be tried needs more memory than the one before: more than
@@ -188,26 +188,14 @@ class _Planner:
                 self._places.append(number)
 
     def plan(self, limit_gib: float) -> MemoryTable:
-        """Return the table of the plan that is fastest within a limit.
-
-        Raises:
-            MemoryLimitError: nothing is within it.
-        """
+        """Return the table of the plan that is fastest within a limit, or that needs least."""
         limit = int(limit_gib * GIB)
-        if self._least(0) > limit:
-            memory, least = self._memory(0), self._least(0)
-            helps = what_would_help(memory.peak_by_category(), self._context.settings)
-            said = (
-                f"{KEY} = {gib(limit)}: the step needs {gib(least)} GiB on the rank that needs "
-                "most even with everything recomputed. This rank needs "
-                f"{what_is_needed(memory, self._hardware)}.\n"
-                f"Set {KEY} to {least / GIB + 0.005:.2f} or more, or set {helps}"
-            )
-            raise MemoryLimitError(said)
-        within = self._last_within(limit, lambda number: self._simulated(number).needed)
-        # where none fits with them, passes that are optional are rolled back
-        last = self._last_within(limit, self._least) if within is None else within
-        number = last or 0
+        number = None
+        if self._least(0) <= limit:
+            number = self._last_within(limit, lambda number: self._simulated(number).needed)
+            if number is None:  # where none fits with them, passes that are optional go
+                number = self._last_within(limit, self._least)
+        number = number or 0
         # Recomputation that runs while compute would wait for communication costs nothing. The
         # fewer steps that are tried then are the same for every limit.
         half = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])

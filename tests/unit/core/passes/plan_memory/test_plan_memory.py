@@ -152,10 +152,10 @@ def test_a_limit_that_nothing_fits_is_refused_with_the_least_that_does(extremes,
     with pytest.raises(gt.PassError) as caught:
         planned(stack, least // 2)
     said = str(caught.value)
-    assert "even with everything recomputed" in said and "activations" in said
+    assert "the least, with everything recomputed" in said and "activations" in said
     assert "a smaller training.local_batch_size" in said
     assert "compute activations again" not in said  # all are
-    needed = float(said.split("Set compile.memory_limit_gib to ")[1].split()[0])
+    needed = float(said.split("Raise compile.memory_limit_gib to ")[1].split(",")[0])
     assert planned(stack, needed * GIB)[1] <= needed * GIB
 
 
