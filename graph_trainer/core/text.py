@@ -27,11 +27,11 @@ def width_of_ranks() -> int:
 
 def wrapped(line: str, width: int | None = None) -> str:
     """Break a line at spaces after at most `width` columns, by default those of a rank, never
-    inside `a = b` or a word."""
+    inside `a = b`, `'a': b` or a word."""
     width = width or width_of_ranks()
     if len(line) <= width or "  " in line.strip():  # a row of a table
         return line
-    kept = line.replace(" = ", "\0=\0")
+    kept = line.replace(" = ", "\0=\0").replace("': ", "':\0")
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     lines = textwrap.wrap(
         kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import Text
 
 from graph_trainer.core.passes.report import HEADINGS, Report
 from graph_trainer.core.text import WIDTH, width_in_pipe, wrapped
@@ -26,6 +28,26 @@ PHASE = "GRAPH_TRAINER_PHASE"
 
 OnProgress = Callable[[str], None]
 """Prints one line."""
+
+
+class Name:
+    """A name in a table; where it has no room, its lines end behind a dot, a "_" or a space."""
+
+    def __init__(self, name: object) -> None:
+        self._name = str(name)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Return the lengths of the longest word and of the longest line."""
+        return Measurement.get(console, options, Text(self._name))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Break each line that is longer than the column."""
+        most = f".{{1,{options.max_width}}}"
+        lines = re.findall(f"{most}$|{most}(?<=[._ ])|{most}", self._name, re.MULTILINE)
+        yield Text("\n".join(line.strip() for line in lines))
 
 
 class PlainTable(Table):

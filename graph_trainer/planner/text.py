@@ -14,7 +14,7 @@ from rich.text import Text
 from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import MIB, gib
-from graph_trainer.planner.console import PlainTable, plain_table
+from graph_trainer.planner.console import Name, PlainTable, plain_table
 from graph_trainer.planner.measures import duration, measure
 from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
 
@@ -57,11 +57,11 @@ Column = tuple[str, str, Sequence[Any]]
 def _table(title: str, *columns: Column) -> PlainTable:
     """Make a table. Numbers stand right, with their unit in the heading; a name may be folded."""
     table = plain_table(title)
-    cells: list[list[str | Text]] = []
+    cells: list[list[RenderableType]] = []
     for heading, kind, values in columns:
         if kind in ("text", "name"):
             table.add_column(heading, overflow="fold" if kind == "name" else "ellipsis")
-            cells.append([Text(str(value)) for value in values])
+            cells.append([(Name if kind == "name" else Text)(str(value)) for value in values])
         elif kind == "part":
             table.add_column(heading, justify="right")
             cells.append(["" if value is None else f"{value:.1%}" for value in values])

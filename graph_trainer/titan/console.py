@@ -53,6 +53,7 @@ def set_up_console(config: GraphTrainerConfig) -> None:
             file.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(plain)s"))
             file.addFilter(_with_plain_text)
             root.addHandler(file)
+    handler.addFilter(_with_plain_text)
     if console == "verbose":
         return
     for message in _NO_NEWS_OF_TORCH:
@@ -67,14 +68,15 @@ def set_up_console(config: GraphTrainerConfig) -> None:
         progress = record.levelno >= logging.WARNING or _PROGRESS.match(record.plain) is not None
         return not record.plain.startswith(no_news) and (progress or console != "quiet")
 
-    handler.addFilter(_with_plain_text)
     handler.addFilter(is_shown)
     handler.setFormatter(_Lines())
 
 
 def _with_plain_text(record: Any) -> bool:
-    """Add to a record its message without colours."""
+    """Add to a record its message without colours, and show that where colours are not."""
     record.plain = _COLOUR.sub("", record.getMessage())
+    if "NO_COLOR" in os.environ:
+        record.msg, record.args = record.plain, ()
     return True
 
 
@@ -83,7 +85,6 @@ class _Lines(logging.Formatter):
 
     def format(self, record: Any) -> str:
         text = super().format(record)  # with the traceback, where there is one
-        text = _COLOUR.sub("", text) if "NO_COLOR" in os.environ else text
         if _PROGRESS.match(record.plain):
             return _MFU.sub("", text) if device_type == "cpu" else text
         if record.levelno >= logging.WARNING:

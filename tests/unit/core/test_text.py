@@ -10,6 +10,8 @@ def test_lines_break_at_spaces_and_never_inside_a_setting(monkeypatch):
     text = "Take the risk with " * 4 + "compile.memory_limit_gib = 0 or all_gather_into_tensor"
     lines = wrapped(text).splitlines()
     assert [line.strip() for line in lines] == [text[:75], text[76:]]
+    lines = wrapped("x" * 85 + ", 'lr': 0.002, 'betas': (0.9, 0.95)").splitlines()
+    assert lines == ["x" * 85 + ",", "  'lr': 0.002, 'betas': (0.9, 0.95)"]
     assert wrapped("x" * 200) == "x" * 200
     row = "after  " * 20
     assert wrapped(row) == row

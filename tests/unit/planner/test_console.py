@@ -6,7 +6,7 @@ import pytest
 
 from graph_trainer.core.passes.report import PassReport, Report
 from graph_trainer.core.text import WIDTH
-from graph_trainer.planner.console import plain_table, print_table, progress, report_table
+from graph_trainer.planner.console import Name, plain_table, print_table, progress, report_table
 from graph_trainer.planner.measures import duration, measure, size
 
 
@@ -61,6 +61,19 @@ def test_columns_are_left_out_before_digits(columns, shown, monkeypatch, capsys)
     out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
     assert out.count("1,234,567.8") == shown and widest(out) <= columns
     assert ("No room for: number 1, number 2" in " ".join(out.split())) == (shown < 6)
+
+
+@pytest.mark.parametrize("columns", [24, 40, 60])
+def test_lines_of_a_name_end_behind_its_parts(monkeypatch, capsys, columns):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table, name = plain_table("names"), "mm_2\nin layers.0.attention.qkv_linear.wqkv"
+    table.add_column("module", overflow="fold")
+    table.add_row(Name(name))
+    print_table(table)
+    cells = [line.strip() for line in capsys.readouterr().out.splitlines()[4:-1]]
+    assert "".join(cells[1:]).replace(" ", "") == name[5:].replace(" ", "") and cells[0] == "mm_2"
+    assert all(cell.endswith((".", "_", "in")) for cell in cells[1:-1])
 
 
 def test_a_name_is_folded_and_a_digit_is_not(monkeypatch, capsys):

@@ -254,7 +254,7 @@ def test_the_headline_says_what_was_planned_and_the_verdict_names_the_limit():
         "with what rank 0 needs. In training the rank that needs most decides for all, as it does "
         "in --save and --verify-order."
     )
-    assert "of the 40.0 GiB of compile.memory_limit_gib;" in " ".join(tables.split())
+    assert "of the 40.00 GiB of compile.memory_limit_gib;" in " ".join(tables.split())
     assert fit_text(plan_report(plan)).endswith(" of 40.0 GiB, compile.memory_limit_gib")
     assert "memory_limit_gib" not in fit_text(plan_report(planned()))
 
@@ -307,6 +307,20 @@ def test_torchtitan_checkpoints_cudnns_attention_which_draws_nothing():
     named = Counter(str(node.target) for node in plan.simulation.joint.graph.nodes)
     attention = "aten._scaled_dot_product_cudnn_attention{}.default"
     assert named[attention.format("")] == named[attention.format("_backward")] == 2
+
+
+@pytest.mark.parametrize("policy", ["selective", "budget"])
+def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(policy):
+    flags = ("--activation_checkpoint.type", policy, "--compile.memory_limit_gib")
+    plan = planned(*flags, "2.001")
+    assert not plan.fits and plan.fits == (plan.need.total <= 2.001 * GIB)
+    assert "more than the 2.00 GiB of compile.memory_limit_gib" in " ".join(shown(plan).split())
+    first, *others = changes.changes_that_help(plan)
+    (limit,) = first.values()
+    assert 2.001 < float(limit) <= plan.need.total / GIB + 0.01
+    assert planned(*flags, limit).fits
+    tried = [change.get("activation_checkpoint.type") for change in others]
+    assert ("full" in tried) == (policy != "budget")  # which recomputes everything already
 
 
 def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):

@@ -57,6 +57,7 @@ def test_messages_alone_without_what_means_nothing(log):
 def test_verbose_is_torchtitans_own_console(log):
     shown = log("--verbose")
     assert len(shown) == len(NO_NEWS) + 3 and all(line.startswith("[titan] ") for line in shown)
+    assert "mfu" in shown[-1] and "\x1b" not in "".join(shown)
 
 
 def test_the_log_file_has_everything_without_colours(log, tmp_path):
