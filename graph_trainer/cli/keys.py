@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from graph_trainer.core.suggest import (
     AS_SECTION,
+    did_you_mean,
     nearest,
     show,
     unknown_key,
@@ -28,9 +29,10 @@ DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
-_OF_COMMANDS = f"""--help --quiet --verbose {SCHEMA} {DRY_RUN} --plan --to --world-size --compare
---rank --verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache
---json --html --trace --save --table"""
+_FLAGS_OF_COMMANDS = f"""--help --quiet --verbose {SCHEMA} {DRY_RUN} --plan --to --world-size
+--compare --rank --verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache
+--json --html --trace --save --table --config --module --hardware --like""".split()
+_NUMBERS = ("boolean", "integer", "number")
 _NO_KEYS = ("type", "unset", "module", "base")
 
 _Known = dict[str, dict[str, dict[str, Any]]]
@@ -72,9 +74,15 @@ def check_early(argv: Sequence[str]) -> None:
         table = read_toml(Path(config), "--config")
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
+    ours = {*schema["properties"], *(flag[2:].replace("-", "_") for flag in _FLAGS_OF_COMMANDS)}
+    lines: list[str] = []
+    for name in [each for each in flags if not re.search("[.:]", each) and each not in ours]:
+        guess = did_you_mean(f"--{name}", _FLAGS_OF_COMMANDS, "Did you mean {}?", cutoff=0.75)
+        lines += [f"{_FLAGS}: there is no --{name}. {guess}"] if guess else []
     modules = schema["properties"]["module"]["examples"]
     module = flags.get("module") or table.get("module", modules[0])
     if module not in modules and f"graph_trainer.{module}" not in modules:
+        _refuse(lines)
         return
     known: _Known = {}
     free: list[str] = []  # tables with keys of any name
@@ -89,7 +97,7 @@ def check_early(argv: Sequence[str]) -> None:
             given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
     types = {key: str(value) for _, key, _, value in given}
     moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
-    lines: list[str] = []
+    texts: list[str] = []
     for where, key, shown, value in given:
         section, _, name = key.rpartition(".")
         kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
@@ -107,14 +115,22 @@ def check_early(argv: Sequence[str]) -> None:
         elif {} in kinds.values():
             wrong = ("expected a section", AS_SECTION)
         elif kind is None or kind in kinds or "" in kinds:
-            wrong = _wrong_value(shown, value, kinds.get(kind or "") or [*kinds.values()][0])
-        if wrong and (kinds is None or where != _FLAGS):  # the loader reads the text of flags
+            schema = kinds.get(kind or "") or [*kinds.values()][0]
+            value = _read(value, schema) if where == _FLAGS else value
+            wrong = _wrong_value(shown, value, schema, where == _FLAGS)
+        if wrong:
             problem, remedy = wrong
             remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
-            lines.append(f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip())
+            line = f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip()
+            # the loader reads the text of flags, and is not reached beside other mistakes
+            (texts if kinds is not None and where == _FLAGS else lines).append(line)
     if any(_OLD in line for line in lines) and table and "base" not in table:
         start = 'Begin it with base = "llama3_8b", or what has its model, and change these keys:'
         lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}")
+    _refuse([*lines, *texts] if lines else [])
+
+
+def _refuse(lines: Sequence[str]) -> None:
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -123,7 +139,7 @@ def completed_flags() -> dict[str, list[str]]:
     """Return all flags, each with the values that a shell completes: none for most."""
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
-    flags: dict[str, list[str]] = {flag: [] for flag in _OF_COMMANDS.split()}
+    flags: dict[str, list[str]] = {flag: [] for flag in _FLAGS_OF_COMMANDS}
     flags |= {"--config": [], "--hardware": [], "--like": ["graph_trainer", "torchtitan"]}
     flags["--module"] = schema["properties"]["module"]["examples"]
     for file in sorted(configs.glob("*/*.toml")):
@@ -138,16 +154,31 @@ def completed_flags() -> dict[str, list[str]]:
     return {flag: list(dict.fromkeys(values)) for flag, values in flags.items()}
 
 
-def _wrong_value(key: str, value: Any, schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return problem and remedy of a value that is not what its schema describes."""
+def _read(text: str, schema: Mapping[str, Any]) -> Any:
+    """Read a flag's text as TOML where the key takes numbers alone, else as something right."""
+    options = schema.get("anyOf", [schema])
+    if text in ("", "None") or not all(each.get("type") in _NUMBERS for each in options):
+        return ...
+    try:
+        return parse_toml(f"value = {text}", "value").get("value", text)
+    except ConfigError:
+        return text
+
+
+def _wrong_value(
+    key: str, value: Any, schema: Mapping[str, Any], is_flag: bool
+) -> tuple[str, str] | None:
+    """Return problem and remedy of a value that is not what its schema describes, as `...` is."""
     options = schema.get("anyOf", [schema])
     choices = [choice for each in options for choice in each.get("enum", ())]
     kinds = [each["type"] for each in options if "type" in each]
+    if value is ...:
+        return None
     if choices and value not in choices:
         return wrong_choice(value, choices)
     fits = not kinds or any(isinstance(value, _TYPES.get(kind, dict)) for kind in kinds)
     is_right = fits and (not isinstance(value, bool) or not kinds or "boolean" in kinds)
-    return None if is_right else wrong_type(key, value, kinds)
+    return None if is_right else wrong_type(key, value, kinds, is_flag=is_flag)
 
 
 def _flat(

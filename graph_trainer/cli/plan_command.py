@@ -20,7 +20,6 @@ from graph_trainer.cli.launcher import check_step_fits, memory_of_rank, prepare
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
-from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
@@ -82,7 +81,6 @@ def main(argv: Sequence[str]) -> int:
     """
     flags, words = _parser().parse_known_args(list(argv))
     _check_together(flags)
-    _check_misspelt(words, vars(flags))
     hardware = load_hardware(flags.hardware)
     world_size = flags.world_size or world_size_from_environment()
 
@@ -232,20 +230,6 @@ def _checked_routing(flags: argparse.Namespace, config: GraphTrainerConfig) -> R
     check_imbalances("--routing", (), config)
     assert config.model_spec is not None
     return read_routing(flags.routing, "--routing", mixtures_of(config.model_spec.model))
-
-
-def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse a word, unknown to argparse, that resembles a flag of `plan`, and name that flag.
-
-    All other words belong to the config, whose own check knows no flag of `plan`.
-    """
-    known = [f"--{name.replace('_', '-')}" for name in names]
-    for word in words:
-        flag = word.partition("=")[0]
-        if "." in flag or not flag.startswith("--") or flag in ("--module", "--config"):
-            continue
-        if hint := did_you_mean(flag, known, "; did you mean {}?", cutoff=0.75):
-            raise ConfigError(f"command line: there is no {flag}{hint}")
 
 
 def _write_json(plan: Plan, file: IO[str]) -> None:

@@ -122,13 +122,20 @@ def wrong_choice(value: Any, choices: Sequence[Any]) -> tuple[str, str]:
 
 
 def wrong_type(
-    key: str, value: Any, kinds: Sequence[str], *, is_flag: bool = False, nullable: bool = False
+    key: str,
+    value: Any,
+    kinds: Sequence[str],
+    *,
+    is_flag: bool = False,
+    nullable: bool = False,
+    among: Sequence[Any] = (),
 ) -> tuple[str, str]:
     """Return problem and remedy of a value of the wrong type.
 
     Args:
         kinds: the types that the key takes, by their names in JSON, or other words for them.
         nullable: whether the key may have no value, which a flag can say.
+        among: the list that the value is an entry of, where the key ends with its index.
     """
     expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
     kind, said = kinds[0], str(value).strip().lower().removesuffix(".0")
@@ -147,8 +154,10 @@ def wrong_type(
         example = str(int(value))
     elif with_unit and re.split("[._]", key)[-1].startswith(with_unit["unit"]):
         example = with_unit["number"]  # 10GiB of memory_limit_gib
-    entry = key.endswith("]")  # of a list, which is what a file and a flag give
-    key, example = key.partition("[")[0], f"[{example}]" if entry else example
+    if key.endswith("]"):  # a file and a flag give the whole list
+        key = key.partition("[")[0]
+        entries = [example if each is value else as_toml(each) for each in among] or [example]
+        example = f"[{', '.join(entries)}]"
     if not is_flag:
         return f"expected {expected}", f"Write {key} = {example}."
     if not example.startswith('"'):  # which a shell takes off

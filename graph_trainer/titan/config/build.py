@@ -413,8 +413,9 @@ class _Builder:
         # A place is indices of lists, then names of a union's members; that of a missing entry is
         # behind its list, which is what is wrong.
         place = findings[0]["loc"][: -1 if findings[0]["type"] == "missing" else None]
+        among: Sequence[Any] = ()
         for index in takewhile(lambda step: isinstance(step, int), place):
-            value, key = value[index], f"{key}[{index}]"
+            among, value, key = value, value[index], f"{key}[{index}]"
         literals = [each for each in field.options if typing.get_origin(each) is Literal]
         if literals:
             choices = [choice for each in literals for choice in typing.get_args(each)]
@@ -422,7 +423,9 @@ class _Builder:
             return
         kinds = [_EXPECTED.get(each["type"], each["msg"]) for each in findings]
         is_flag = self.origins.of(key) == COMMAND_LINE
-        problem, remedy = wrong_type(key, value, kinds, is_flag=is_flag, nullable=field.nullable)
+        problem, remedy = wrong_type(
+            key, value, kinds, is_flag=is_flag, nullable=field.nullable, among=among
+        )
         if field.entry:
             remedy += f" Or --{key}.0.key value for an entry that there is."
         self.refuse(key, value, problem, remedy)

@@ -24,7 +24,7 @@ from graph_trainer.core.passes.catalogue import (
     without_effect,
 )
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.suggest import did_you_mean, show
+from graph_trainer.core.suggest import did_you_mean, show, wrong_type
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
@@ -50,7 +50,7 @@ from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Pro
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
-from graph_trainer.titan.optimizer import SharedOptimizerConfig
+from graph_trainer.titan.optimizer import SHARED, SharedOptimizerConfig
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
 
@@ -432,13 +432,20 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
         except (re.error, OverflowError, RecursionError) as error:
             remedy = 'Write one that finds the names of the group\'s parameters, such as ".*".'
             yield Problem(f"{key}.pattern", f"not a regular expression ({error})", remedy)
+        given = {name: group.optimizer_kwargs.get(name) for name in SHARED}
+        texts = {name: value for name, value in given.items() if isinstance(value, str)}
+        for setting, value in texts.items():  # torch would compare them with numbers
+            at = f"{key}.optimizer_kwargs.{setting}"
+            kind = "array" if setting == "betas" else "number"
+            yield Problem(at, *wrong_type(at, value, [kind]), value=value)
         # DistMuon reads the shapes of real parameters, so it is not made here
-        if optimizer := _OPTIMIZERS.get(name):
+        if (optimizer := _OPTIMIZERS.get(name)) and not texts:
             try:
                 optimizer([torch.nn.Parameter(torch.empty(1))], **group.optimizer_kwargs)
                 if "lr" not in group.optimizer_kwargs:
                     remedy = "Set optimizer.lr, or lr in the group's optimizer_kwargs."
-                    yield Problem(key, "a group without a learning rate", remedy)
+                    at = "optimizer.lr" if isinstance(config, SharedOptimizerConfig) else key
+                    yield Problem(at, f"group {i} of parameters has no learning rate", remedy)
             except Exception as error:  # whatever torch says about an argument
                 problem = f"{name} does not take them: {error}"
                 remedy = f"Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}."

@@ -109,12 +109,30 @@ def test_nothing_that_is_right_is_refused(file):
         ("--compile.enable", ["set compile.mode, compile.backend"]),
         ("--float8.recipe_name rowwise", ["no float8"]),
         ("--config no/such.toml", ["no such file"]),
+        ("--jason plan.json", ["there is no --jason. Did you mean --json?"]),
+        ("--hard h100-sxm", ["Did you mean --hardware?"]),
+        ("--dryrun --module my.models", ["Did you mean --dry-run?"]),
+        ("--quite --dump_folder x --training.no_x", ["Did you mean --quiet?", "training.no_x"]),
     ],
 )
 def test_wrong_flags(flags, said):
     message = early(*flags.split())
     assert all(part in message for part in said), message
-    assert len(message.splitlines()) == 1
+    assert len(message.splitlines()) == 1 + ("--quite" in flags)
+
+
+def test_flags_with_a_wrong_value_are_told_beside_an_unknown_one():
+    wrong = ["--training.steps", "2.5", "--checkpoint.interval", "10x", "--optimizer.lr", "fast"]
+    assert not early(*wrong), "the loader tells them"
+    right = ["--training.seq_len=64", "--optimizer.eps", "None", "--compile.full_capture", "true"]
+    unknown, *others = early("--training.stepz", "1", *wrong, *right).splitlines()
+    assert "training.stepz" in unknown
+    assert others == [
+        "command line: training.steps = 2.5: expected an integer. Write --training.steps 2.",
+        'command line: checkpoint.interval = "10x": expected an integer. Write '
+        "--checkpoint.interval 1.",
+        'command line: optimizer.lr = "fast": expected a number. Write --optimizer.lr 1e-3.',
+    ]
 
 
 def test_a_pipe_is_left_to_the_loader_which_reads_it_too(tmp_path):

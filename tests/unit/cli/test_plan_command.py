@@ -42,8 +42,6 @@ BAD = {
         ["--parallelism.tensor_paralel_degree", "2"],
         "Did you mean parallelism.tensor_parallel_degree",
     ),
-    "unknown flag": (["--jason", "plan.json"], "there is no --jason; did you mean --json?"),
-    "shortened flag": (["--hard", "h100-sxm"], "there is no --hard; did you mean --hardware?"),
     "flag without value": (["--hardware"], "--hardware: expected one argument"),
     "degree that does not divide": (["--world-size", "6", TP, "4"], "4 does not divide 6"),
     "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "= 3 ranks, but 4 are started"),

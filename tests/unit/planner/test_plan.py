@@ -255,7 +255,7 @@ def test_the_headline_says_what_was_planned_and_the_verdict_names_the_limit():
         "in --save and --verify-order."
     )
     assert "of the 40.00 GiB of compile.memory_limit_gib;" in " ".join(tables.split())
-    assert fit_text(plan_report(plan)).endswith(" of 40.0 GiB, compile.memory_limit_gib")
+    assert fit_text(plan_report(plan)).endswith(" of 40.00 GiB, compile.memory_limit_gib")
     assert "memory_limit_gib" not in fit_text(plan_report(planned()))
 
 

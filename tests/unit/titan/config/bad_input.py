@@ -379,7 +379,7 @@ IN_FILES = (
         "[optimizer]\nbetas = [0.9, 1.5]",
     ),
     Bad(
-        "optimizer.param_groups[0]",
+        "optimizer.lr = unset: group 0 of parameters has no",
         "Set optimizer.lr",
         """\
 [optimizer]
@@ -393,12 +393,16 @@ param_groups = [{ pattern = ".*", optimizer_name = "Adam" }]""",
         "profile_freq to 4 or more",
         "[profiler]\nenable_profiling = true\nprofile_freq = 2",
     ),
+    of_a_group(
+        'optimizer_kwargs.lr = "1e-3": expected a number',
+        "optimizer_kwargs.lr = 1e-3.",
+        arguments='lr = "1e-3"',
+    ),
     of_a_group('optimizer_name = "Adamm"', 'Write "Adam", "AdamW"', name="Adamm"),
     of_a_group('pattern = "("', 'such as ".*"', pattern="("),
     of_a_group('pattern = "a{9999999999999}"', 'such as ".*"', pattern="a{9999999999999}"),
     of_a_group("optimizer_kwargs = { lrr = 0.001 }", TAKES, arguments="lrr = 1e-3"),
     of_a_group("optimizer_kwargs = { lr = -1.0 }", TAKES, arguments="lr = -1.0"),
-    of_a_group('optimizer_kwargs = { lr = "x" }', TAKES, arguments="lr = 'x'"),
 )
 
 ON_THE_COMMAND_LINE = (
@@ -435,6 +439,16 @@ ON_THE_COMMAND_LINE = (
         'compile.memory_limit_gib = "10MiB": expected a number',
         "Write --compile.memory_limit_gib 1e-3, or",
         ["--compile.memory_limit_gib", "10MiB"],
+    ),
+    Bad(
+        'optimizer.betas[1] = "abc": expected a number',
+        "Write --optimizer.betas '[0.9, 1e-3]'",
+        ["--optimizer.betas", "0.9,abc"],
+    ),
+    Bad(
+        "training.local_batch_size = 99999999999999999999: out of bounds",
+        "below 2**63",
+        ["--training.local_batch_size", "99999999999999999999"],
     ),
     Bad("optimizer.lr = -1.0: Invalid learning", "another value", ["--optimizer.lr", "-1"]),
     Bad("optimizer.lr = inf: out of bounds", "Set a finite number.", ["--optimizer.lr", "inf"]),
