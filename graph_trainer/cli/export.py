@@ -29,9 +29,11 @@ def main(argv: Sequence[str]) -> int:
     from graph_trainer.titan.export import export
 
     if not is_complete(given.checkpoint):
-        steps = [f"step-{n}" for n, complete in steps_in(given.checkpoint).items() if complete]
-        inside = f"one of its folders {', '.join(steps)}" if steps else "a folder step-N of a run"
-        raise ConfigError(f"{given.checkpoint} is no checkpoint: name {inside}.")
+        steps: list[str] = []
+        for folder in (given.checkpoint, given.checkpoint.parent):
+            steps += [str(folder / f"step-{n}") for n, whole in steps_in(folder).items() if whole]
+        named = " or ".join(steps[:5]) or "a folder step-N of a run"
+        raise ConfigError(f"{given.checkpoint} is no checkpoint: name {named}.")
     if given.to.exists():
         raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
     run = given.checkpoint.resolve().parent.parent

@@ -29,9 +29,11 @@ DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
-_FLAGS_OF_COMMANDS = f"""--help --quiet --verbose {SCHEMA} {DRY_RUN} --plan --to --world-size
---compare --rank --verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache
---json --html --trace --save --table --config --module --hardware --like""".split()
+_FLAGS_OF_COMMANDS = f"""
+--help --quiet --verbose {SCHEMA} {DRY_RUN} --plan --to --world-size --compare --rank
+--verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache
+--json --html --trace --save --table --config --module --hardware --like
+""".split()
 _NUMBERS = ("boolean", "integer", "number")
 _NO_KEYS = ("type", "unset", "module", "base")
 

@@ -177,7 +177,8 @@ class PlannedRun(ReportedRun):
             now["step_seconds"] = statistics.median(seconds)
         plan = self._check.plan
         rows = comparison(plan.of_rank(0).predicted, now, self._issued, self._steps)
-        title = f"Predicted for {plan.hardware} and measured, rank 0 of {plan.world_size:,}"
+        here = torch.cuda.get_device_name() if self._on_cuda else "cpu"
+        title = f"Predicted for {plan.hardware}, measured on {here}: rank 0 of {plan.world_size:,}"
         print_table(comparison_table(title, rows))
         path = Path(self._config.dump_folder) / FILE
         document = {

@@ -87,6 +87,8 @@ class CheckedCheckpointManager(CheckpointManager):
             "checkpoint.initial_load_path of a new run."
         )
         """What to do about a checkpoint that lacks values which are to be loaded."""
+        self.elsewhere = "set checkpoint.folder to another folder"
+        """What to do about a folder that cannot be written."""
         if self.saves_at(0, last_step=True) and self.last_save_in_hf:
             self._for_hugging_face(self.states[MODEL].state_dict())  # not after days of training
 
@@ -229,8 +231,7 @@ class CheckedCheckpointManager(CheckpointManager):
             raise CheckpointError(
                 f"the checkpoint {unfinished} could not be written: {_reasons(error)}. Its files "
                 "are removed; checkpoints of other steps are as they were. Free space or correct "
-                "the cause named above, or set checkpoint.folder to another folder, then start "
-                "again."
+                f"the cause named above, or {self.elsewhere}, then start again."
             ) from error
 
     def _purge_stale_checkpoints(self) -> None:

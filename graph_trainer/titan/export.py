@@ -119,6 +119,8 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
         none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
         manager = section.build(model_parts=[], states={}, sd_adapter=adapter, **none)
         manager.beside_weights = partial(write_beside_weights, described(config), config)
+        manager.elsewhere = "name another one with --to"
+        manager.initial_load_path = str(checkpoint)  # the only one that could be read
         manager.remedy = (
             "It is of another model than --config names: give --module and --config of its run."
         )

@@ -177,7 +177,7 @@ def _problems(key: str, value: Any) -> Iterator[str]:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 known = f": {', '.join(_DTYPES)}"
                 hint = did_you_mean(dtype, _DTYPES, "; did you mean {}?", known, cutoff=0.3)
-                yield f"{said}: '{dtype}' is not a dtype of torch{hint}"
+                yield f"peak_flops.{dtype}: not a dtype of torch{hint}"
             yield from _problems(f"peak_flops.{dtype}", number)
     elif type(value) is int and value.bit_length() > 1000:
         yield f"{key}: a number that no machine has"

@@ -135,7 +135,7 @@ def test_the_run_is_written_and_steps_of_warm_up_do_not_count(plan, saved, tmp_p
     }
     assert step["measured"] >= 0.05 and step["how"] == "step 2 alone, itself of warm-up"
     assert peak["measured"] == 2**20 + sum(map(local_bytes, ([weight], moments)))
-    assert "Predicted for cpu and measured, rank 0 of 2" in capsys.readouterr().out
+    assert "Predicted for cpu, measured on cpu: rank 0 of 2" in capsys.readouterr().out
     for _ in range(4):
         with run.step():
             pass

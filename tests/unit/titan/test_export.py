@@ -105,7 +105,13 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
         return " ".join(capsys.readouterr().err.split())
 
     said = refused(str(checkpoint.parent), "--to", str(folder))
-    assert f"is no checkpoint: name one of its folders {checkpoint.name}." in said
+    assert f"is no checkpoint: name {checkpoint}." in said
+    said = refused(f"{checkpoint}7", "--to", str(folder))
+    assert f"is no checkpoint: name {checkpoint}." in said
+    assert "there is no --too" in refused(str(checkpoint), "--too", str(folder))
+    (tmp_path / "file").touch()
+    said = refused(str(checkpoint), "--to", str(tmp_path / "file" / "x"))
+    assert "name another one with --to" in said and "checkpoint.folder" not in said
     assert "name a folder step-N of a run" in refused(str(tmp_path), "--to", str(folder))
     assert "required: checkpoint. `graph-trainer export --help`" in refused("--to", str(folder))
     other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")
@@ -116,7 +122,8 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     assert "exists" in refused(str(checkpoint), "--to", str(checkpoint)).replace(str(folder), "")
     (part,) = checkpoint.glob("*.distcp")
     part.write_bytes(part.read_bytes()[:-1])
-    assert "is damaged: __0_0.distcp is truncated" in refused(str(checkpoint), "--to", str(folder))
+    said = refused(str(checkpoint), "--to", str(folder))
+    assert "is damaged: __0_0.distcp is truncated" in said and said.endswith("Choose another one.")
 
 
 def test_a_checkpoint_of_more_layers_is_not_exported_shortened(tmp_path: Path) -> None:

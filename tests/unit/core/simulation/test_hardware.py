@@ -104,7 +104,7 @@ BAD_VALUES = {
     "a peak of no dtype": (
         "bfloat16",
         "1\nbf16 = 1",
-        "'bf16' is not a dtype of torch; did",
+        "peak_flops.bf16: not a dtype of torch; did",
     ),
 }
 
