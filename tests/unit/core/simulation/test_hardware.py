@@ -127,7 +127,14 @@ def test_all_mistakes_of_a_profile_are_said_at_once(tmp_path):
         load_hardware(path)
     lines = str(caught.value).split("\n")
     assert all(line.startswith(f"--hardware {path}: ") for line in lines)
-    said = ["-80: not", "'memory_gb': did", "'zzz': leave", "'tpu'", "'bf16'", "link_efficiency"]
+    said = [
+        "-80: not",
+        "'memory_gb': did",
+        "'zzz': leave",
+        "'tpu'",
+        "flops.bf16: not",
+        "link_efficiency",
+    ]
     assert [sum(words in line for line in lines) for words in said] == [1] * len(lines)
 
 
