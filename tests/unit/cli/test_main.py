@@ -13,6 +13,7 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
+from graph_trainer.titan import device_memory
 
 
 @pytest.fixture(autouse=True)
@@ -222,9 +223,17 @@ def test_a_dry_run_prints_config_ranks_and_need(capsys):
     assert "capturing the train step" in err
     code, out, err = run(capsys, "train", "--dry-run", "--training.seq_len", "63", *flags[:2])
     assert (code, out) == (2, "") and "multiple of 2" in err
-    code, out, err = run(capsys, "train", "--dry-run", "--training.local_batch_size", "4000")
+
+
+def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
+    monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (2 << 30, "on this machine"))
+    monkeypatch.setattr(launcher, "start", lambda launch: pytest.fail("ranks start"))
+    large = ("--training.local_batch_size", "400")
+    code, out, err = run(capsys, "train", *large)
+    assert (code, out) == (2, "") and "GiB more than there is" in " ".join(err.split())
+    code, out, again = run(capsys, "train", "--dry-run", *large)
     assert code == 2 and "# Does not fit: needs" in out and tomllib.loads(out)
-    assert "GiB more than there is" in " ".join(err.split())
+    assert again.endswith(err)
 
 
 @pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.full)])
