@@ -108,7 +108,6 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     config, ranks = _checked(argv, ranks, machines)
     _check_ranks(ranks, gpus)
     _check_folders(config)
-    _check_text(config, ranks * machines)
     _check_restarts(config, restarts)
     if not gpus and module == RANK_MODULE:  # others call the ops one by one
         _check_compiler(config)
@@ -299,12 +298,17 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     """
     import_config_classes()
     from graph_trainer.planner.plan_check import load_config_and_plan
-    from graph_trainer.titan.config.check import check_config, wanted_ranks
+    from graph_trainer.titan.config.check import (
+        check_config,
+        check_text_fills_a_batch,
+        wanted_ranks,
+    )
 
     config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
     if not ranks:
         ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
         check_config(config, ranks)
+    check_text_fills_a_batch(config, ranks * machines)
     return config, ranks
 
 
@@ -339,24 +343,18 @@ def _check_folders(config: GraphTrainerConfig) -> None:
     if profiler.enable_profiling:
         folders.append(("profiler.save_traces_folder", profiler.save_traces_folder))
     for key, name in folders:
+        if is_remote(os.path.join(config.dump_folder, name)):
+            continue
         folder = Path(os.path.abspath(os.path.join(config.dump_folder, name)))
         there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
         try:
-            if not is_remote(str(folder)):
-                tempfile.TemporaryFile(dir=there).close()
+            tempfile.TemporaryFile(dir=there).close()
         except OSError as error:
             value = config.dump_folder if key == "dump_folder" else name
             raise ConfigError(
                 f'{key} = "{value}": nothing can be written to {folder} '
                 f"({error.strerror}). Set it to a folder that you may write."
             ) from None
-
-
-def _check_text(config: GraphTrainerConfig, world_size: int) -> None:
-    """Refuse a text that is too small for a batch; `check` imports what the others do not need."""
-    from graph_trainer.titan.config.check import check_text_fills_a_batch
-
-    check_text_fills_a_batch(config, world_size)
 
 
 def memory_of_rank(launch: Launch) -> DeviceMemory:

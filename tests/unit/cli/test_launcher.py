@@ -415,6 +415,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_ranks_start(
         prepare(f"--{key}", value, *flags)
     prepare(*flags)
     assert not (tmp_path / "new").exists(), "a check that leaves nothing"
+    prepare("--checkpoint.enable", "--dump_folder", "gs://bucket")  # what is remote is not asked
+    assert not any(tmp_path.glob("gs*"))
 
 
 @pytest.mark.parametrize(
