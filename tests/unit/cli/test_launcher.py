@@ -475,7 +475,7 @@ def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
     with pytest.raises(ConfigError, match="the validation split of dataset 'text' .* too small"):
         prepare(*flags, *validating)
     # half of the ranks have the same text as others
-    prepare(*flags, "--training.local_batch_size", "20", TP, "2", NGPU="2")
+    prepare(*flags, "--training.local_batch_size", "50", TP, "2", NGPU="2")
 
 
 @pytest.mark.parametrize(
