@@ -315,6 +315,8 @@ def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(polic
     plan = planned(*flags, "2.001")
     assert not plan.fits and plan.fits == (plan.need.total <= 2.001 * GIB)
     assert "more than the 2.00 GiB of compile.memory_limit_gib" in " ".join(shown(plan).split())
+    row = make_plan(plan.config, plan.world_size, plan.hardware, every_pass=False)  # of --compare
+    assert row.need == plan.need and not row.fits
     first, *others = changes.changes_that_help(plan)
     (limit,) = first.values()
     assert 2.001 < float(limit) <= plan.need.total / GIB + 0.01
