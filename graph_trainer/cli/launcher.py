@@ -362,7 +362,7 @@ def memory_of_rank(launch: Launch) -> DeviceMemory:
     from graph_trainer.core.passes.memory_limit import DeviceMemory
     from graph_trainer.titan.device_memory import share_of_host
 
-    if torch.cuda.device_count():
+    if torch.cuda.is_available():
         return DeviceMemory(torch.cuda.get_device_properties(0).total_memory, "all of the GPU")
     return share_of_host(launch.local_ranks)
 
