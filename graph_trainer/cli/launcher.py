@@ -387,7 +387,7 @@ def check_step_fits(launch: Launch) -> None:
     captures = Captures(cache=CaptureCache(default_folder()))
     on_terminal = sys.stderr.isatty()
     try:
-        with progress("memory") if on_terminal else contextlib.nullcontext(lambda _: None) as say:
+        with progress("will it fit") if on_terminal else contextlib.nullcontext(lambda _: None) as say:
             make_plan(
                 launch.config,
                 launch.world_size,

@@ -162,7 +162,7 @@ def print_completion(argv: Sequence[str]) -> int:
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError("command line: write `completion bash` or `completion zsh`")
     flags = completed_flags()
-    words = {"''": [*_COMMANDS], "completion": ["bash", "zsh"]}
+    words = {"''": [*_COMMANDS], "completion": ["bash", "zsh"], "doctor": [], "export": []}
     words |= {flag: known for flag, known in flags.items() if known} | {"*": [*flags]}
     cases = [f"    {flag}) words='{' '.join(known)}' ;;" for flag, known in words.items()]
     if argv[0] == "zsh":

@@ -264,12 +264,14 @@ def test_a_shell_completes_commands_flags_and_values(shell, tmp_path, capsys):
         (tmp_path / "plan.json").touch()  # a file where one is wanted, not the command `plan`
         enter(f"\x15graph-trainer train --plan {tmp_path}/pl\t", b"/plan.json ")
         enter(f"\x15cd {tmp_path}\n\x15graph-trainer train --save pl\t", b"--save plan.json ")
+        enter("\x15graph-trainer export pl\t", b"export plan.json ")
         process.kill()
     os.close(ours)
     os.close(its)
     assert b"graph-trainer bisect-passes " in shown and b"--training.steps " in shown, shown
     assert b" a100-80g " in shown and b"30b-a3b " in shown and b"default,overlap" in shown, shown
     assert b"/plan.json " in shown and b"--save plan.json " in shown, shown
+    assert b"export plan.json " in shown, shown
 
 
 def test_every_flag_of_plan_and_every_corpus_is_completed():
