@@ -18,6 +18,7 @@ from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     OpOverload,
+    Storage,
     argument,
     aten,
     is_collective,
@@ -98,8 +99,27 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     whichever is longer, and at least the time of a launch. A fused group is launched once, reads
     only storages from outside and writes only storages that other nodes read.
     """
-    traffic = _Traffic(joint.graph, fusion)
     free, known_flops = free_nodes(joint.graph), _flops_by_node(joint.graph)
+    roots, size = storage_roots(joint.graph), _sizes(joint.graph)
+    read_by: dict[int, set[Storage]] = {}  # what a fused group has read so far
+
+    def traffic_of(node: fx.Node) -> tuple[int, bool]:
+        """Return the bytes that a node moves, and whether a launch belongs to it."""
+        group = fusion.group.get(node)
+        written, reads = _moved(node, size)
+        if group is None:
+            return written + sum(reads.values()), True
+        launches = group not in read_by
+        seen = read_by.setdefault(group, set())
+        moved = 0 if roots[node] in fusion.kept_inside else written
+        for source, read in reads.items():
+            root = roots[source]
+            inside = fusion.group.get(root[0]) == group
+            if read and not inside and root not in seen:
+                seen.add(root)
+                moved += read
+        return moved, launches
+
     cost = {}
     for node in joint.graph.nodes:
         if free[node] or node.op != "call_function" or is_collective(node):
@@ -108,7 +128,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         if starts_copy(node) and hardware.device != "cpu":
             cost[node] = Cost(CostKind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
             continue
-        moved, launches = traffic.of(node)
+        moved, launches = traffic_of(node)
         flops, kind = known_flops[node]
         seconds = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
         if flops:
@@ -120,33 +140,6 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         least = hardware.launch_seconds if launches else 0.0
         cost[node] = Cost(kind, max(seconds, least), flops, moved)
     return cost
-
-
-class _Traffic:
-    """Counts the bytes that nodes move, asked in graph order."""
-
-    def __init__(self, graph: fx.Graph, fusion: Fusion) -> None:
-        self._fusion = fusion
-        self._roots = storage_roots(graph)
-        self._size = _sizes(graph)
-        self._read: dict[int, set[Any]] = {}
-
-    def of(self, node: fx.Node) -> tuple[int, bool]:
-        """Return the bytes that a node moves, and whether a launch belongs to it."""
-        group = self._fusion.group.get(node)
-        written, reads = _moved(node, self._size)
-        if group is None:
-            return written + sum(reads.values()), True
-        launches = group not in self._read
-        seen = self._read.setdefault(group, set())
-        moved = 0 if self._roots[node] in self._fusion.kept_inside else written
-        for source, read in reads.items():
-            root = self._roots[source]
-            inside = self._fusion.group.get(root[0]) == group
-            if read and not inside and root not in seen:
-                seen.add(root)
-                moved += read
-        return moved, launches
 
 
 def _moved(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Node, int]]:
