@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,9 +24,9 @@ T = TypeVar("T")
 class Agreement:
     """The ranks of one process group that decide together while they make a graph.
 
-    All of them call its methods equally often and in the same order. A rank that cannot go on
-    calls `fail`, so that none waits for it. Where no other rank answers (no process group, a group
-    of one, fake ranks) nothing is communicated.
+    All of them call its methods equally often and in the same order. What may
+    raise on one of them runs in `errors_sent`, so that none waits for that one. Where no other rank
+    answers (no process group, a group of one, fake ranks) nothing is communicated.
 
     Args:
         group: the process group; None for the default one.
@@ -94,14 +96,26 @@ class Agreement:
         number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
         return self.all_reduce_max(number) == -self.all_reduce_max(-number)
 
-    def fail(self, error: Exception, doing: str = "capture the step") -> NoReturn:
-        """Raise an error of this rank, after the other members have received it.
+    @contextlib.contextmanager
+    def errors_sent(self, doing: str = "capture the step") -> Iterator[None]:
+        """Inside, an error of this rank is raised after the other members have received it.
 
         If a call has raised because another member failed or has ended, none waits for this one.
+        Nor does any where this rank is apart: the error is published for those that find it
+        missing.
+
+        Args:
+            doing: what this rank could not do then, for the message.
         """
-        if not self._received_failure:
-            self.gather(error, doing)
-        raise error
+        try:
+            yield
+        except Exception as error:
+            if self.is_apart:
+                text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
+                publish_failure(f"could not {doing} again, {text}")
+            elif not self._received_failure:
+                self.gather(error, doing)
+            raise
 
     def _is_alone(self) -> bool:
         """Return whether no other rank answers."""

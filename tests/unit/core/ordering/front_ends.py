@@ -53,8 +53,9 @@ def exchanged(outcomes):
 
 
 def _compared(outcome):
-    if isinstance(outcome, Exception):
-        Agreement().fail(outcome)
+    with Agreement().errors_sent():
+        if isinstance(outcome, Exception):
+            raise outcome
     exchange.check_order_across_ranks(outcome)
 
 
