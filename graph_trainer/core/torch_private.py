@@ -417,16 +417,6 @@ def clear_saved_tensors(ctx: Any) -> None:
     ctx.maybe_clear_saved_tensors()
 
 
-def clear_sharding_cache() -> None:
-    """Clear what DTensor inferred for the meshes of an earlier process group.
-
-    Needed where one process is several fake ranks in turn.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-
-
 def fsspec_reader() -> type[FileSystemReader]:
     """Return the reader that dcp.load takes for remote storage.
 
