@@ -150,12 +150,8 @@ _COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(N
 
 
 class _Ops(TorchDispatchMode):
-    """Digest what ops compute, and find the first op whose result is not one of `known`.
-
-    Args:
-        known: digests; None to collect them.
-        tracker: says in which module an op runs.
-    """
+    """Collect digests of what ops compute; or, with `known` ones, find the first op whose result is
+    none of them, and by `tracker` in which module it runs."""
 
     supports_higher_order_operators = True
 

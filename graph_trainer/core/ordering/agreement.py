@@ -22,14 +22,11 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """The ranks of one process group that decide together while they make a graph.
+    """The ranks of a process group, by default the default one, that decide together on a graph.
 
-    All of them call its methods equally often and in the same order. What may
-    raise on one of them runs in `errors_sent`, so that none waits for that one. Where no other rank
-    answers (no process group, a group of one, fake ranks) nothing is communicated.
-
-    Args:
-        group: the process group; None for the default one.
+    All of them call its methods equally often and in the same order. What may raise on one of them
+    runs in `errors_sent`, so that none waits for that one. Where no other rank answers (no process
+    group, a group of one, fake ranks) nothing is communicated.
     """
 
     is_apart = False
@@ -141,11 +138,7 @@ class Agreement:
 
 
 class OneRank(Agreement):
-    """A rank that decides without others, whatever process groups there are.
-
-    Args:
-        is_apart: as the attribute of `Agreement`.
-    """
+    """A rank that decides without others, whatever process groups there are; see `is_apart`."""
 
     def __init__(self, *, is_apart: bool = False) -> None:
         super().__init__()

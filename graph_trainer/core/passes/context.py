@@ -42,11 +42,7 @@ def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
 
 
 def check_choice(name: str, value: object, literal: Any) -> None:
-    """Refuse a value that is not one of those of a Literal.
-
-    Raises:
-        PassError: with all of them, and the one that was meant.
-    """
+    """Refuse a value that is none of a Literal's, with a PassError that lists them and guesses."""
     known = get_args(literal)
     if value not in known:
         hint = did_you_mean(str(value), known, " (did you mean '{}'?)")
@@ -184,11 +180,8 @@ class PassContext:
 
 
 def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:
-    """Choose the profile of the machine, the same on all ranks. Two all-reduces.
-
-    Raises:
-        PassError: the ranks run on different devices.
-    """
+    """Choose the profile of the machine, the same on all ranks; a PassError where they run on
+    different devices. Two all-reduces."""
     detected, names = detect_for(joint), list(known_hardware())
     place = names.index(detected.hardware.name)
     last = names[agreement.all_reduce_max(place)]

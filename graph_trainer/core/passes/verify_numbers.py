@@ -85,11 +85,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 class Numbers:
-    """The numbers of a graph as passes change it. Linear in nodes, and a run of the step a pass.
-
-    Args:
-        joint: the graph before the first pass.
-    """
+    """The numbers of a graph, given before the first pass, as passes change it. Linear in nodes,
+    and a run of the step a pass."""
 
     def __init__(self, joint: JointGraph) -> None:
         self.start(joint)

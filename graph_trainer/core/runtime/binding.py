@@ -28,7 +28,6 @@ class Binding:
     """The inputs of a joint graph, by what a call gives: a model and a batch.
 
     Args:
-        joint: the graph.
         under_autograd: the gradients are autograd's, where it is enabled, and not of this graph.
     """
 

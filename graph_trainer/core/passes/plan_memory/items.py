@@ -181,11 +181,8 @@ def items_of_inputs(joint: JointGraph, blocks: Sequence[Block], context: PassCon
 def agreed_on(
     blocks: Sequence[Block], others: Sequence[Item], context: PassContext
 ) -> tuple[list[Block], list[Item]]:
-    """Give every rank the same costs: where they differ, those of the rank with the largest sum.
-
-    Raises:
-        PassError: the ranks' blocks have different ops.
-    """
+    """Give every rank the same costs: where they differ, those of the rank with the largest sum. A
+    PassError where the ranks' blocks have different ops."""
     shape = []
     for block in blocks:
         shape.append((block.name, [replace(op, bytes=0, nanoseconds=0) for op in block.ops]))

@@ -188,11 +188,8 @@ class _Planner:
                 self._places.append(number)
 
     def plan(self, limit_gib: float) -> MemoryTable:
-        """Return the table of the plan that is fastest within a limit.
-
-        Raises:
-            MemoryLimitError: nothing is within it.
-        """
+        """Return the table of the plan that is fastest within a limit; a MemoryLimitError where
+        nothing is within it."""
         limit = int(limit_gib * GIB)
         if self._least(0) > limit:
             memory, least = self._memory(0), self._least(0)
@@ -315,11 +312,8 @@ def _read_chains(joint: JointGraph) -> list[UnshardChain]:
 
 
 def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None:
-    """Tag what a table keeps and what it does not; tags that are there already stay.
-
-    Raises:
-        PassError: the table has an op, a block or a parameter that the graph does not have.
-    """
+    """Tag what a table keeps and what it does not; tags that are there already stay. A PassError
+    where the table has an op, a block or a parameter that the graph does not have."""
     saved, named = table.saved(blocks), {node.name: node for node in joint.graph.nodes}
     for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
         for number, (op, names) in enumerate(zip(block.ops, block.nodes, strict=True)):

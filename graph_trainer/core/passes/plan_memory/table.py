@@ -83,11 +83,8 @@ class MemoryTable:
         return cls(tuple(rows), kept_whole, tuple(offloaded))
 
     def saved(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
-        """Return, by block, the numbers of the ops whose results are saved.
-
-        Raises:
-            PassError: the table has an op or a block that the graph does not have.
-        """
+        """Return, by block, the numbers of the ops whose results are saved. A PassError where the
+        table has an op or a block that the graph does not have."""
         names = {block.name for block in blocks}
         known = {(op.module, op.target, op.nth) for block in blocks for op in block.ops}
         wrong = [
