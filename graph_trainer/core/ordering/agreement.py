@@ -44,11 +44,10 @@ class Agreement:
             return [0]
         return [dist.get_rank()] if self._is_alone() else dist.get_process_group_ranks(self._group)
 
-    def gather(self, mine: T | Exception, doing: str = "capture the step") -> list[T]:
+    def gather(self, mine: T, doing: str = "capture the step") -> list[T]:
         """Return the value of every member, by their order in `ranks`. One small exchange.
 
         Args:
-            mine: the value of this rank; or its error, raised after the others have received it.
             doing: what a rank with an error could not do, for the message.
 
         Raises:
@@ -56,17 +55,7 @@ class Agreement:
                 that call this at different points of their work.
             CollectiveError: another rank has ended, or did not arrive (gloo).
         """
-        if isinstance(mine, Exception):
-            text, value = f"{type(mine).__name__}: {mine}"[:_ERROR_SHOWN], None
-        else:
-            text, value = "", mine
-        try:
-            everyone = self._exchange((text, value))
-        except CollectiveError:
-            self._received_failure = True
-            raise
-        if isinstance(mine, Exception):
-            raise mine
+        everyone = self._exchange(("", mine))
         ranks = self.ranks
         for rank, (text, _) in zip(ranks, everyone, strict=True):
             if text:
@@ -98,20 +87,17 @@ class Agreement:
         """Inside, an error of this rank is raised after the other members have received it.
 
         If a call has raised because another member failed or has ended, none waits for this one.
-        Nor does any where this rank is apart: the error is published for those that find it
-        missing.
-
-        Args:
-            doing: what this rank could not do then, for the message.
+        Nor does any where this rank is apart: what it could not do, `doing`, is published with the
+        error for those that find it missing.
         """
         try:
             yield
         except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
             if self.is_apart:
-                text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
                 publish_failure(f"could not {doing} again, {text}")
             elif not self._received_failure:
-                self.gather(error, doing)
+                self._exchange((text, None))
             raise
 
     def _is_alone(self) -> bool:
@@ -132,6 +118,7 @@ class Agreement:
         except RuntimeError as error:
             if not is_collective_failure(error):
                 raise
+            self._received_failure = True
             place = "the exchange of what all ranks decide"
             raise CollectiveError(place, reason_of(error)) from error
         return everyone

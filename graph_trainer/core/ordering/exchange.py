@@ -53,15 +53,11 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     if len(ranks) == 1:
         return
     rank = dist.get_rank()
-    mine: Sequence = []
-    summary: Summary | Exception
-    try:
+    with agreement.errors_sent():
         mine = issued_by(joint, dist.get_world_size())
         for each in mine:
             check_member(each, rank)
         summary = summary_of(mine)
-    except Exception as error:  # of any kind: the other ranks wait for this rank's summary
-        summary = error
     summaries = agreement.gather(summary)
     if do_agree(summaries):
         return
