@@ -152,9 +152,9 @@ def pass_by_pass(
             f"'{selected[0].name}' (stage {selected[0].stage.name}) cannot run on a graph that "
             f"'{latest.name}' (stage {latest.stage.name}) ran on before; capture again"
         )
-    run, simulated_on = _context_of(joint, config, selected, agreement)
-    steps = _prepare(config, selected, run, {} if first is None else first.decisions)
-    follows_plan = first is not None and plan_memory.name in first.decisions
+    decisions = {} if first is None else first.decisions
+    steps, run, simulated_on = _prepare(joint, config, selected, agreement, decisions)
+    follows_plan = plan_memory.name in decisions
     budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
@@ -234,8 +234,8 @@ def run_before(joint: JointGraph, config: PassConfig, last: Pass) -> PassContext
     """
     selected = resolve_passes(config.passes, config.disable_passes)
     _check_settings(joint, config, selected)
-    run, _ = _context_of(joint, config, selected, OneRank())
-    for step in _prepare(config, selected, run, {}):
+    steps, *_ = _prepare(joint, config, selected, OneRank())
+    for step in steps:
         if step.graph_pass.name == last.name:
             return step.context
         run_one(joint, step, None)
@@ -277,8 +277,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     known = registered_passes() | {p.name: p for p in selected}
     others = [p for p in known.values() if p.stage is not Stage.TAG]
     _check_settings(joint, config, sorted([*tags, *others], key=lambda p: p.stage))
-    run, _ = _context_of(joint, config, tags, OneRank())
-    for step in _prepare(config, tags, run, {}):
+    steps, *_ = _prepare(joint, config, tags, OneRank())
+    for step in steps:
         _run(joint, step)
         try:
             joint.graph.lint()
@@ -321,29 +321,23 @@ class PassStep(NamedTuple):
         self.graph_pass.function(joint, self.options, self.context)
 
 
-def _context_of(
-    joint: JointGraph, config: PassConfig, selected: Sequence[Pass], agreement: Agreement
-) -> tuple[PassContext, str]:
-    """Return what all passes know of the run; and which machine they simulate and why, where a
-    pass does and no hardware is named."""
+def _prepare(
+    joint: JointGraph,
+    config: PassConfig,
+    selected: Sequence[Pass],
+    agreement: Agreement,
+    decisions: Mapping[str, Any] = {},
+) -> tuple[list[PassStep], PassContext, str]:
+    """Return the passes, each with its checked options and its context; what all contexts have in
+    common; and which machine passes simulate and why, where one does and no hardware is named.
+    `decisions` has, by pass, what it decided for an earlier graph of the step."""
     simulates = (each.needs_hardware(_options(config, each), config) for each in selected)
     hardware, why = config.hardware, ""
     if hardware is None and any(simulates):
         hardware, why, _ = detect_on_all_ranks(joint, agreement)
-    return PassContext(settings=config, agreement=agreement, hardware=hardware), why
-
-
-def _prepare(
-    config: PassConfig, selected: Sequence[Pass], shared: PassContext, decisions: Mapping[str, Any]
-) -> list[PassStep]:
-    """Return the passes, each with its checked options and its context.
-
-    Args:
-        shared: what the contexts of all passes have in common.
-        decisions: by pass, what it decided for an earlier graph of the step.
-    """
     if config.bitwise:
         check_bitwise(selected)
+    shared = PassContext(settings=config, agreement=agreement, hardware=hardware)
     steps: list[PassStep] = []
     for each in reversed(selected):  # the last first, as each knows those after it
 
@@ -357,7 +351,7 @@ def _prepare(
         decided = decisions.get(each.name)
         context = replace(shared, decided=decided, run_later_passes=run_later_passes)
         steps.insert(0, PassStep(each, _options(config, each), context))
-    return steps
+    return steps, shared, why
 
 
 def _options(config: PassConfig, of: Pass) -> Any:
