@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -176,8 +176,8 @@ class _Planner:
             )
         self._hardware = context.hardware_for(joint)
         context.simulate(joint)  # what is known of its nodes then is known in every copy
-        self._leasts: dict[int, int] = {}
-        self._steps_simulated: dict[int, SlowestStep] = {}
+        self._least = cache(self._needed_at_least)
+        self._simulated = cache(self._simulate)
         least, kept = self._least(0), self._bytes
         self._places = [0]
         """The numbers of steps that may be tried, the same for every limit."""
@@ -259,22 +259,17 @@ class _Planner:
                 break
         return self._places[low] if low >= 0 else None
 
-    def _least(self, number: int) -> int:
+    def _needed_at_least(self, number: int) -> int:
         """Return the most bytes that any rank needs of its device after a number of steps.
 
         Only the passes that any step needs run.
         """
-        if number not in self._leasts:
-            need = need_of(self._memory(number), self._hardware)
-            self._leasts[number] = self._context.agreement.all_reduce_max(need.total)
-        return self._leasts[number]
+        need = need_of(self._memory(number), self._hardware)
+        return self._context.agreement.all_reduce_max(need.total)
 
-    def _simulated(self, number: int) -> SlowestStep:
+    def _simulate(self, number: int) -> SlowestStep:
         """Simulate the step with all passes."""
-        if number not in self._steps_simulated:
-            trial = self.trial(number)
-            self._steps_simulated[number] = self._context.simulate_on_all_ranks(trial)
-        return self._steps_simulated[number]
+        return self._context.simulate_on_all_ranks(self.trial(number))
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
