@@ -161,9 +161,7 @@ class _Ops(TorchDispatchMode):
         self.values: set[str] = set()
         self.first_other = ""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass calls again, with the plain tensors inside it
         result = func(*args, **(kwargs or {}))

@@ -52,10 +52,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
     """List what a rank issues: the rank that captured `joint`. Linear in nodes.
 
     An op that is not known counts as communication among all ranks that ends before the op
-    returns.
-
-    Raises:
-        VerificationError: see `collectives`.
+    returns. Errors are those of `collectives`.
     """
     everyone = tuple(range(world_size))
     sequence = []

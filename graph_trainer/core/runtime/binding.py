@@ -70,10 +70,7 @@ class Binding:
         self, compiled: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Run a compiled graph, without autocast, because the graph already contains its casts.
-
-        Raises:
-            CollectiveError: naming the collective that failed (gloo; see `collective_failure`).
-        """
+        A CollectiveError names the collective that failed (gloo; see `collective_failure`)."""
         try:
             with contextlib.ExitStack() as stack:
                 for device_type in filter(autocast_enabled, self._device_types):
@@ -86,11 +83,8 @@ class Binding:
             raise failed from error
 
     def state(self, model: nn.Module) -> list[torch.Tensor]:
-        """Return the model's tensor for each parameter and buffer of the graph, in order.
-
-        Raises:
-            CaptureError: the model has not the parameters and buffers of the capture.
-        """
+        """Return the model's tensor for each parameter and buffer of the graph, in order; a
+        CaptureError where it does not have those of the capture."""
         # Finding all names of a large model costs more than the rest of a call, so the place of
         # each tensor is cached; the tensor at that place is read and checked in every call.
         if self._places is not None:

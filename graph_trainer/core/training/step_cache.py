@@ -114,11 +114,7 @@ class TrainStep:
             raise
 
     def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Capture the step for a batch like this one, as a call would, without running it.
-
-        Raises:
-            CaptureError, VerificationError: as a call.
-        """
+        """Capture the step for a batch like this one without running it; errors as of a call."""
         self._step_for(Call(model, args, kwargs), args, kwargs)
 
     def _step_for(self, call: Call, args: Any, kwargs: Any) -> _CompiledStep:

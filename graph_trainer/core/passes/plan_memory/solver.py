@@ -98,14 +98,9 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
 def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[Choice]:
     """Return choices from `low`, without it, to `high`: each the fastest with so many bytes.
 
-    For the one block that gets a part of a step, so that a memory limit is used to the end.
-
-    Args:
-        apart: the least bytes between two choices; 1 KiB at least, as the solver's bounds are not
-            exact to the byte.
-
-    Raises:
-        PassError: as `frontier`.
+    For the one block that gets a part of a step, so that a memory limit is used to the end. Two
+    choices are `apart` bytes apart at least; and 1 KiB, as the solver's bounds are not exact to the
+    byte. Errors are those of `frontier`.
     """
     choices = [high]
     while (most := int(choices[-1].bytes - max(apart, KIB))) > low.bytes:
@@ -129,10 +124,8 @@ def solve(
     """Minimize a sum of MiB and nanoseconds, each with its weight, one of them bounded.
 
     An integer program with two variables an op, whether it is kept and whether it is recomputed: a
-    result that backward reads is one of the two, and so is each input of what is recomputed.
-
-    Raises:
-        PassError: as `frontier`.
+    result that backward reads is one of the two, and so is each input of what is recomputed. Errors
+    are those of `frontier`.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -60,12 +60,8 @@ class MemoryTable:
         parameters: Iterable[str] | None,
         offloaded: Iterable[str] = (),
     ) -> MemoryTable:
-        """Make the table of the ops that each block saves.
-
-        Args:
-            saved: by block, the numbers of the ops that it saves. The table also lists ops that a
-                block could save and none does.
-        """
+        """Make the table of the ops that each block saves, given by their numbers. It also lists
+        ops that a block could save and none does."""
         kept: dict[tuple[str, str, int], list[str]] = {}
         sizes: dict[tuple[str, str, int], Op] = {}
         for block in blocks:
