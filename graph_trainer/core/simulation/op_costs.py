@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
@@ -176,9 +176,12 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sized(value_of(n)))
-    if packet is aten._grouped_mm:
+    if packet is aten._grouped_mm:  # products of groups, which torch's counter does not know
+        # Every row of `a` belongs to one group, or every column where the groups are along the
+        # summed dimension; each group has its own columns of `b`, where offsets divide those.
         a, b = cast(tuple[torch.Tensor, torch.Tensor], args[:2])
-        return _grouped_flops(a, b), CostKind.MATMUL
+        columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
+        return int(2 * a.numel() * columns), CostKind.MATMUL
     count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if count is None:
         return 0, CostKind.MEMORY
@@ -192,14 +195,6 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
 
 
 _flops_by_node = once_per_node(flops_of)
-
-
-def _grouped_flops(a: Any, b: Any) -> int:
-    """Return the FLOPs of products of groups, which torch's counter does not know. Every row of `a`
-    belongs to one group, or every column where the groups are along the summed dimension."""
-    # each group of `a` has its own columns of `b`, where those are what offsets divide
-    columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
-    return int(2 * a.numel() * columns)
 
 
 def is_causal(node: fx.Node) -> bool:
