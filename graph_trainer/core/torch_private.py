@@ -206,7 +206,6 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
     torch.nn.utils.stateless does the same but allows no call other than forward.
 
     Args:
-        model: the module to change.
         replacement: from id(tensor) to the new tensor, so that tied parameters stay tied. Other
             attributes that are one of these tensors are replaced as well.
     """

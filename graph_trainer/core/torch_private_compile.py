@@ -168,7 +168,6 @@ def compile_partitioned_with_inductor(
     Args:
         settings: of torch._inductor.config.
         autograd_settings: of torch._functorch.config.
-        partition: a partitioner.
         uuid: of the partitioner, for the key of Inductor's cache.
     """
 

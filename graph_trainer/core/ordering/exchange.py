@@ -41,7 +41,6 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     Costs one small exchange of objects.
 
     Args:
-        joint: the graph of this rank.
         agreement: the ranks whose graphs communicate with this one; None for all of them.
 
     Raises:

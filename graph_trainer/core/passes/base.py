@@ -98,12 +98,7 @@ class Pass:
 
 
 def graph_pass(*, stage: Stage, summary: str, **declared: Any) -> Callable[[PassFunction], Pass]:
-    """Make a function a Pass named after it.
-
-    Args:
-        stage: when it runs.
-        summary: what it does, in one line.
-        declared: other fields of `Pass`.
+    """Make a function a Pass named after it, with these and other `declared` fields of `Pass`.
 
     Example::
 

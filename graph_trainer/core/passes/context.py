@@ -34,7 +34,6 @@ def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
     a pass's options.
 
     Args:
-        default: the field's default.
         others: by name of a field of the same class, or else of a setting of the run, the values
             with which this one acts.
     """

@@ -224,14 +224,9 @@ def _ends_within(joint: JointGraph, later: Sequence[PassStep], budget: Budget) -
 
 
 def run_before(joint: JointGraph, config: PassConfig, last: Pass) -> PassContext:
-    """Run the passes of `config` that come before one on `joint`, in place.
-
-    Returns:
-        the context in which that one would run.
-
-    Raises:
-        PassError, VerificationError: as `run_passes`; the pass list is without that pass.
-    """
+    """Run the passes of `config` that come before one on `joint`, in place, and return the context
+    in which that one would run. Errors are those of `run_passes`, and a PassError where the pass
+    list is without it."""
     selected = resolve_passes(config.passes, config.disable_passes)
     _check_settings(joint, config, selected)
     steps, *_ = _prepare(joint, config, selected, OneRank())
@@ -248,10 +243,7 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     Checked are options and settings, but for what other passes do: the partitioner acts on the
     tags. After each pass the graph and its phases are checked. Its signature is not, as outputs may
     be None here; nor is the order of reads and writes, which no tag changes; nor memory, which the
-    partitioner decides.
-
-    Raises:
-        PassError: as `run_passes`; the config needs other passes.
+    partitioner decides. A PassError as of `run_passes`, or where the config needs other passes.
     """
     selected = resolve_passes(config.passes, config.disable_passes)
     tags = [p for p in selected if p.stage is Stage.TAG]
@@ -403,12 +395,8 @@ class Checked(NamedTuple):
 def run_one(
     joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
 ) -> Checked:
-    """Run a pass and check the graph.
-
-    Args:
-        numbers: of the graph before the pass; None to leave out the expensive checks.
-        order: in which the graph before the pass reads and writes, if it is known.
-    """
+    """Run a pass and check the graph. Both `numbers`, without which the expensive checks are left
+    out, and the `order` of reads and writes, if it is known, are of the graph before the pass."""
     joint.remarks.clear()
     order = order or access_order(joint.graph)
     start = time.perf_counter()

@@ -40,12 +40,8 @@ class Binding:
         self._device_types = {i.layout.device.type for i in joint.signature.inputs}
 
     def values(self, call: Call) -> list[torch.Tensor]:
-        """Return the value of each placeholder: plain tensors that require no gradient.
-
-        Raises:
-            CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
-                the capture.
-        """
+        """Return the value of each placeholder: plain tensors that require no gradient. A
+        CaptureError where tensors, modes or hooks of the model, or the batch, are others now."""
         values = self.model_values(call)
         autograds = self._under_autograd and torch.is_grad_enabled()
         backward = autograds or self._joint.signature.backward

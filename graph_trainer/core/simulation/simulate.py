@@ -79,8 +79,7 @@ def simulate(
 ) -> Simulation:
     """Simulate the graph of one rank as it is now, on the device of `hardware`. Linear in nodes.
 
-    Raises:
-        VerificationError: a collective cannot be read (see `collectives`).
+    Errors are those of `collectives`.
     """
     with unchanging(joint.graph):
         issued = collectives(joint)

@@ -111,11 +111,7 @@ class Stored:
 class ScheduleGraph:
     """The nodes of a graph by place; lists have one entry a place. Linear in nodes to build.
 
-    Args:
-        fused: whether the backend fuses ops.
-
-    Raises:
-        VerificationError: a collective that cannot be described (see `collectives`).
+    `fused` says whether the backend fuses ops. Errors are those of `collectives`.
     """
 
     def __init__(self, joint: JointGraph, hardware: Hardware, fused: bool) -> None:

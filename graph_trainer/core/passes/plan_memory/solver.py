@@ -64,10 +64,8 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
 
     Each next one keeps more bytes, saves time, and saves less time a byte than the one before: the
     corners of the convex hull of all choices. With many equal blocks, a mix of two neighbours is
-    within one block of the best there is for any number of bytes.
-
-    Raises:
-        PassError: the solver found no optimum in its time, or is not installed.
+    within one block of the best there is for any number of bytes. A PassError where the solver
+    found no optimum in its time, or is not installed.
     """
     fewest = solve(ops, mib=1.0)
     least = solve(ops, nanoseconds=1.0, most_bytes=fewest.bytes)
