@@ -26,8 +26,6 @@ from graph_trainer.errors import VerificationError
 _LEARNING_RATE = 1e-3
 _SHOWN = 8
 
-TakeStep = Callable[..., tuple[torch.Tensor, Gradients]]
-
 
 def check_capture(
     model: nn.Module,
@@ -120,7 +118,7 @@ def check_capture(
 
 def _results(
     model: nn.Module,
-    take_step: TakeStep,
+    take_step: Callable[..., tuple[torch.Tensor, Gradients]],
     batches: Sequence[Sequence[Any]],
     attributes: bool = False,
 ) -> Iterator[Results]:
@@ -186,10 +184,8 @@ def _digests(values: Any) -> set[str]:
 
 
 def _is_complete(func: Any) -> bool:
-    """Tell whether an op makes values that are complete when it returns.
-
-    Not a view, memory that is not written yet, or a collective that is not waited for yet.
-    """
+    """Tell whether an op makes values that are complete when it returns: not a view, memory that is
+    not written yet, or a collective that is not waited for yet."""
     if not isinstance(func, OpOverload):
         return True
     kind = kind_of_op(func._schema.name)

@@ -84,11 +84,8 @@ def named_results(
 
 
 class Runs:
-    """Runs a step as the model itself, as a compiled graph, or node by node.
-
-    Every run begins at the `StartingPoint` of the moment when this object was made.
-    The loss is `loss_fn(model, *args, **kwargs)`.
-    """
+    """Runs a step, of loss `loss_fn(model, *args, **kwargs)`, as the model itself, as a compiled
+    graph, or node by node: always from the `StartingPoint` of when this object was made."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -131,10 +131,8 @@ def summary_of(sequence: Sequence) -> Summary:
 
 
 def do_agree(summaries: list[Summary]) -> bool:
-    """Tell, alike on all ranks, whether the members of each group agree, from all ranks' summaries.
-
-    They do if the summary of each of them contains the group, with equal digests.
-    """
+    """Tell, alike on all ranks, from all ranks' summaries, whether the members of each group agree:
+    the summary of each of them contains the group, with equal digests."""
     by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in summaries:
         for group, summary in groups.items():

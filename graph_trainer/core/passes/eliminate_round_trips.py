@@ -112,10 +112,8 @@ class _RoundTrips:
         return replaced
 
     def _gathered_in(self, node: fx.Node) -> _Gathered | None:
-        """Return what is gathered into the storage that a gather or a `cat` allocates.
-
-        A `cat` counts that has all parts of a gather, in order and each of them whole.
-        """
+        """Return what is gathered into the storage that a gather allocates, or a `cat` that has all
+        parts of a gather, in order and each of them whole."""
         kind = plain_kind(node)
         if kind is not None and kind.result is Result.GATHERED:
             source = node.all_input_nodes[0]

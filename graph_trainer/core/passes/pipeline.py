@@ -281,11 +281,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
 
 
 def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
-    """Return `config` with another policy for activations.
-
-    Settings and options that have no effect beside it get their defaults. `more` are other fields
-    to replace.
-    """
+    """Return `config` with another policy for activations, and with `more` fields replaced.
+    Settings and options that have no effect beside the policy get their defaults."""
     config = replace(config, activation_policy=policy, **more)
     options = dict(config.options)
     for of, name, *_ in list(idle_fields(_settings(config), options)):

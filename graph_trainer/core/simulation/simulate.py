@@ -77,10 +77,8 @@ def simulate(
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
-    """Simulate the graph of one rank as it is now, on the device of `hardware`. Linear in nodes.
-
-    Errors are those of `collectives`.
-    """
+    """Simulate the graph of one rank as it is now, on the device of `hardware`. Errors are those of
+    `collectives`. Linear in nodes."""
     with unchanging(joint.graph):
         issued = collectives(joint)
         fusion = runtime.fusion(joint, other.fused, other.in_regions)
@@ -97,10 +95,8 @@ def predicted_memory(
     runtime: Runtime = GRAPH_TRAINER,
     fusion: Fusion | None = None,
 ) -> Memory:
-    """Predict the memory of a step, as `simulate` does. Linear in nodes.
-
-    `fusion` is that of the runtime, if it is known.
-    """
+    """Predict the memory of a step, as `simulate` does; `fusion` is that of the runtime, if it is
+    known. Linear in nodes."""
     with unchanging(joint.graph):
         fusion = fusion or runtime.fusion(joint, other.fused, other.in_regions)
         kept = read_until(joint, fusion)

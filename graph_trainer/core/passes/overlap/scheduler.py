@@ -292,10 +292,8 @@ class Scheduler:
     # --- earlier ---------------------------------------------------------------------------
 
     def run_early(self, places: Sequence[int], place: int, scratch_bytes: int = 0) -> bool:
-        """Run nodes before `place`, in order, if memory allows. Returns whether they ran.
-
-        Running them takes `scratch_bytes` beside what they allocate.
-        """
+        """Run nodes before `place`, in order, if memory allows what they allocate and
+        `scratch_bytes` beside that. Returns whether they ran."""
         inside = set(places)
         alive = peak = 0
         stay: list[Stored] = []

@@ -260,10 +260,8 @@ class _Planner:
         return self._places[low] if low >= 0 else None
 
     def _needed_at_least(self, number: int) -> int:
-        """Return the most bytes that any rank needs of its device after a number of steps.
-
-        Only the passes that any step needs run.
-        """
+        """Return the most bytes that any rank needs of its device after a number of steps, where
+        only the passes that any step needs run."""
         need = need_of(self._memory(number), self._hardware)
         return self._context.agreement.all_reduce_max(need.total)
 
@@ -277,10 +275,8 @@ class _Planner:
         return predicted_memory(trial, self._hardware, self._context.settings.other_memory(trial))
 
     def trial(self, number: int, before: Stage | None = None) -> JointGraph:
-        """Return a copy of the graph after a number of steps and the later passes.
-
-        All later passes, or those before a stage.
-        """
+        """Return a copy of the graph after a number of steps and all later passes, or those before
+        a stage."""
         trial, context = copy_graph(self._joint), self._context
         _tag(trial, self._blocks, self._table(number))
         context.run_later_passes(trial, before)
