@@ -33,18 +33,14 @@ def group_backend(group_name: str) -> str:
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """Return the process groups that this rank is in, with their global ranks in group order.
-
-    torch keeps them by name and by group and has no public list.
-    """
+    """Return the process groups that this rank is in, with their global ranks in group order. torch
+    keeps them by name and by group and has no public list."""
     return [(g, tuple(ranks)) for g, ranks in _world.pg_group_ranks.items() if g in _world.pg_map]
 
 
 def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
     """Make a process group with the ranks in the listed order; every rank of the world calls it.
-
-    dist.new_group sorts them, unless sort_ranks is False, which torch has from 2.13 on.
-    """
+    dist.new_group sorts them, unless sort_ranks is False, which torch has from 2.13 on."""
     in_order = list(ranks)
     if in_order == sorted(in_order):
         return dist.new_group(in_order, group_desc=description)

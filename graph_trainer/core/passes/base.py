@@ -34,10 +34,8 @@ PassFunction = Callable[[JointGraph, Any, PassContext], None]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A graph pass: `function(joint, options, context)` changes the graph in place.
-
-    Calling the pass runs the function alone, without the pipeline's checks: `a_pass(joint)`.
-    """
+    """A graph pass: `function(joint, options, context)` changes the graph in place. Calling the
+    pass, `a_pass(joint)`, runs the function alone, without the pipeline's checks."""
 
     name: str
     stage: Stage

@@ -194,10 +194,8 @@ def _values(
 
 
 class _Places:
-    """Where copies start and end: by number, before which of the nodes that compute.
-
-    Views and copies are not counted, so that a graph with copies has the same places.
-    """
+    """Where copies start and end: by number, before which of the nodes that compute. Views and
+    copies are not counted, so that a graph with copies has the same places."""
 
     def __init__(self, graph: fx.Graph, options: OffloadActivationsOptions) -> None:
         self._options = options

@@ -72,10 +72,8 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
 
 def _is_plain(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a collective has one wait, contiguous results, and no writes in place.
-
-    A bucket makes contiguous results. Writes to what the collective sends count too.
-    """
+    """Return whether a collective has one wait, contiguous results, as a bucket makes, and no
+    writes in place, those to what it sends included."""
     users = list(node.users)
     return (
         len(users) == 1
