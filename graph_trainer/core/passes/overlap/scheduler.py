@@ -361,11 +361,8 @@ class Scheduler:
     def _launch(self, group: LaunchGroup, place: int) -> bool:
         """Run a launch group before `place`, if its inputs have run and memory allows."""
         places = [p for p in group.places if not self.done[p]]
-        inside = set(places)
-        if any(p in self.deferred for p in places):
-            return False
-        reads = {p for each in places for p in self.graph.reads[each]} - inside
-        if not all(self.done[p] for p in reads):
+        reads = {p for each in places for p in self.graph.reads[each]}.difference(places)
+        if any(p in self.deferred for p in places) or not all(self.done[p] for p in reads):
             return False
         return self.run_early(places, place, group.scratch_bytes)
 
