@@ -160,12 +160,11 @@ def pass_by_pass(
     numbers = Numbers(joint) if config.verify_passes else None
     if report is None and budget.may_refuse:  # with a message that has the report
         report = Report()
-    order = access_order(joint.graph)
+    state, order = graph_state(joint), access_order(joint.graph)
     rounding = (f"equal up to rounding: {'; '.join(joint.rounding)}",) if joint.rounding else ()
     captured = PassRun("capture", 0.0, remarks=rounding)
     if report is not None:
         report.add(joint, captured)
-    state = graph_state(joint)
     yield captured
     for number, step in enumerate(steps, start=1):
         name = step.graph_pass.name
@@ -378,22 +377,16 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
-class Checked(NamedTuple):
-    """A pass that ran, and the graph after it."""
-
-    seconds: float
-    """The time of the pass alone."""
-    verified: str
-    """What the expensive checks say of the numbers."""
-    state: GraphState
-    order: AccessOrder
-
-
 def run_one(
     joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
-) -> Checked:
+) -> tuple[float, str, GraphState, AccessOrder]:
     """Run a pass and check the graph. Both `numbers`, without which the expensive checks are left
-    out, and the `order` of reads and writes, if it is known, are of the graph before the pass."""
+    out, and the `order` of reads and writes, if it is known, are of the graph before the pass.
+
+    Returns:
+        the seconds of the pass alone, what the expensive checks say of the numbers, and the state
+        and the order of the graph after the pass.
+    """
     joint.remarks.clear()
     order = order or access_order(joint.graph)
     start = time.perf_counter()
@@ -413,7 +406,7 @@ def run_one(
         said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
         raise VerificationError(_with_history(said, joint, step)) from error
     joint.history.append(step.graph_pass.name)
-    return Checked(seconds, verified, state, order)
+    return seconds, verified, state, order
 
 
 def _run(joint: JointGraph, step: PassStep) -> None:
