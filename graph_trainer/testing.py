@@ -117,7 +117,7 @@ def check_pass(
     options = graph_pass.options_type() if options is None else options
     step = PassStep(graph_pass, options, context or PassContext())
     before = code(joint)
-    verified = run_one(joint, step, Numbers(joint)).verified
+    _, verified, *_ = run_one(joint, step, Numbers(joint))
     if verified.startswith(NOT_COMPARED) or (ALIKE in verified and not ranks_alike):
         raise VerificationError(
             f"check_pass cannot tell whether '{graph_pass.name}' is right: {verified}"

@@ -60,10 +60,8 @@ def compare(wanted: Results, actual: Results) -> list[Difference]:
 
 
 def distance(name: str, wanted: Any, actual: Any) -> Difference | None:
-    """Measure how far two values are apart; None where their bits are equal.
-
-    A value is a tensor or a list of tensors; anything else counts by its text.
-    """
+    """Measure how far two values are apart; None where their bits are equal. A value is a tensor or
+    a list of tensors; anything else counts by its text."""
     if digest(wanted) == digest(actual):
         return None
     pairs = list(zip(tensors_in(wanted), tensors_in(actual), strict=False))

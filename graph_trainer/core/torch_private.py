@@ -206,7 +206,6 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
     torch.nn.utils.stateless does the same but allows no call other than forward.
 
     Args:
-        model: the module to change.
         replacement: from id(tensor) to the new tensor, so that tied parameters stay tied. Other
             attributes that are one of these tensors are replaced as well.
     """
@@ -250,11 +249,9 @@ def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return a tensor's hooks on its gradient, and those that run once it is in `.grad`.
-
-    Tensor.register_hook and register_post_accumulate_grad_hook keep them here; torch has no
-    public way to read them.
-    """
+    """Return a tensor's hooks on its gradient, and those that run once it is in `.grad`, as
+    register_hook and register_post_accumulate_grad_hook keep them. torch has no public way to read
+    them."""
     on_gradient = getattr(tensor, "_backward_hooks", None) or {}
     after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
     return list(on_gradient.values()), list(after.values())
@@ -289,10 +286,8 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module runs `forward` when it is called, and none of the hooks that it has.
-
-    The dicts of hooks are attributes since the first releases of torch.nn.
-    """
+    """Inside, a module runs `forward` when it is called, and none of the hooks that it has. The
+    dicts of hooks are attributes since the first releases of torch.nn."""
     contents = vars(module)
     before = {name: contents[name] for name in ("forward", *_HOOKS) if name in contents}
     contents.update({"forward": forward, **{name: OrderedDict() for name in _HOOKS}})
@@ -307,10 +302,8 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 def reads_seen(
     kind: type, name: str, modules: Iterable[nn.Module], see: Callable[[nn.Module, str], None]
 ) -> Iterator[None]:
-    """Inside, call `see(module, name)` before an attribute of a class is read of some modules.
-
-    The attribute is out of the modules' dicts for as long: who looks there does not find it.
-    """
+    """Inside, call `see(module, name)` before an attribute of a class is read of some modules. It
+    is out of their dicts for as long: who looks there does not find it."""
     contents = {id(m): (vars(m), vars(m).copy()) for m in modules if type(m) is kind}
 
     def read(module: nn.Module) -> Any:
@@ -410,38 +403,22 @@ def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
 
 
 def clear_saved_tensors(ctx: Any) -> None:
-    """Free what an autograd function saved, unless its graph is retained.
-
-    Otherwise all of it stays alive until its backward has ended. Undocumented, used by AOTAutograd.
-    """
+    """Free what an autograd function saved, unless its graph is retained; it would stay alive until
+    its backward has ended. Undocumented, used by AOTAutograd."""
     ctx.maybe_clear_saved_tensors()
 
 
-def clear_sharding_cache() -> None:
-    """Clear what DTensor inferred for the meshes of an earlier process group.
-
-    Needed where one process is several fake ranks in turn.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-
-
 def fsspec_reader() -> type[FileSystemReader]:
-    """Return the reader that dcp.load takes for remote storage.
-
-    By public names only dcp.load itself can make it.
-    """
+    """Return the reader that dcp.load takes for remote storage; by public names dcp.load alone can
+    make it."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader
 
 
 def queued_seeds_of_cuda() -> list[Any]:
-    """Return the calls that are to seed CUDA once it is initialized.
-
-    Two lists are equal where nothing has seeded it in between.
-    """
+    """Return the calls that are to seed CUDA once it is initialized: two such lists are equal where
+    nothing has seeded it in between."""
     from torch.cuda import _lazy_seed_tracker
 
     return list(_lazy_seed_tracker.get_calls())

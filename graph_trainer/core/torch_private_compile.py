@@ -141,10 +141,7 @@ def compile_without_compiler(
     settings: dict[str, Any] | None = None,
 ) -> Compiled:
     """AOTAutograd with a partitioner, and one compiler for forward, backward and inference.
-
-    Args:
-        settings: of torch._functorch.config; None for a graph that is not ours.
-    """
+    Settings are of torch._functorch.config; None for a graph that is not ours."""
     backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
     with contextlib.nullcontext() if settings is None else _autograd_settings(settings):
         return backend(module, inputs)
@@ -171,7 +168,6 @@ def compile_partitioned_with_inductor(
     Args:
         settings: of torch._inductor.config.
         autograd_settings: of torch._functorch.config.
-        partition: a partitioner.
         uuid: of the partitioner, for the key of Inductor's cache.
     """
 
@@ -243,11 +239,8 @@ def _whole(descriptor: Any) -> Any:
 
 
 def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) -> list[Any]:
-    """Let AOTAutograd's flat arguments be the values of the placeholders.
-
-    Returns:
-        the descriptors of arguments that have no placeholder, or not at their place.
-    """
+    """Let AOTAutograd's flat arguments be the values of the placeholders. Returns the descriptors
+    of arguments that have no placeholder, or not at their place."""
     capture = joint._aot_graph_capture
     known = [*capture.updated_flat_args_descs[0], *capture.updated_flat_args_descs[1]]
     descriptors = [descriptor_of(node) for node in placeholders]

@@ -21,8 +21,6 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_process_group_timeout,  # noqa: F401
 )
 
-from graph_trainer.core.torch_private import clear_sharding_cache
-
 
 def group_ranks(group_name: str) -> tuple[int, ...]:
     """Return the global ranks of the process group that a collective in a graph names."""
@@ -35,18 +33,14 @@ def group_backend(group_name: str) -> str:
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """Return the process groups that this rank is in, with their global ranks in group order.
-
-    torch keeps them by name and by group and has no public list.
-    """
+    """Return the process groups that this rank is in, with their global ranks in group order. torch
+    keeps them by name and by group and has no public list."""
     return [(g, tuple(ranks)) for g, ranks in _world.pg_group_ranks.items() if g in _world.pg_map]
 
 
 def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
     """Make a process group with the ranks in the listed order; every rank of the world calls it.
-
-    dist.new_group sorts them, unless sort_ranks is False, which torch has from 2.13 on.
-    """
+    dist.new_group sorts them, unless sort_ranks is False, which torch has from 2.13 on."""
     in_order = list(ranks)
     if in_order == sorted(in_order):
         return dist.new_group(in_order, group_desc=description)
@@ -74,12 +68,14 @@ def gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timed
 def become(rank: int, ranks: int) -> None:
     """Start over as `rank` of `ranks`, on a fake process group that communicates nothing.
 
-    An earlier process group is ended first, with the meshes that DTensor keeps of it. The backend
+    An earlier process group is ended first, with what DTensor inferred for its meshes. The backend
     "fake" and the store that torch makes for it are of torch's own tests. torch 2.11 to 2.15.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     if dist.is_initialized():
         dist.destroy_process_group()
-    clear_sharding_cache()
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=ranks)
 
 

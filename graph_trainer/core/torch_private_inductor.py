@@ -157,11 +157,7 @@ def compile_part_with_inductor(
 
 def inductor_cache_folder() -> str:
     """Return where Inductor keeps what it compiles: TORCHINDUCTOR_CACHE_DIR, or a folder of this
-    user's below the one for temporary files.
-
-    Raises:
-        OSError: it does not exist and cannot be made.
-    """
+    user's below the one for temporary files. An OSError where it cannot be made."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()

@@ -26,8 +26,6 @@ from graph_trainer.errors import VerificationError
 _LEARNING_RATE = 1e-3
 _SHOWN = 8
 
-TakeStep = Callable[..., tuple[torch.Tensor, Gradients]]
-
 
 def check_capture(
     model: nn.Module,
@@ -120,7 +118,7 @@ def check_capture(
 
 def _results(
     model: nn.Module,
-    take_step: TakeStep,
+    take_step: Callable[..., tuple[torch.Tensor, Gradients]],
     batches: Sequence[Sequence[Any]],
     attributes: bool = False,
 ) -> Iterator[Results]:
@@ -150,12 +148,8 @@ _COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(N
 
 
 class _Ops(TorchDispatchMode):
-    """Digest what ops compute, and find the first op whose result is not one of `known`.
-
-    Args:
-        known: digests; None to collect them.
-        tracker: says in which module an op runs.
-    """
+    """Collect digests of what ops compute; or, with `known` ones, find the first op whose result is
+    none of them, and by `tracker` in which module it runs."""
 
     supports_higher_order_operators = True
 
@@ -165,9 +159,7 @@ class _Ops(TorchDispatchMode):
         self.values: set[str] = set()
         self.first_other = ""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass calls again, with the plain tensors inside it
         result = func(*args, **(kwargs or {}))
@@ -192,10 +184,8 @@ def _digests(values: Any) -> set[str]:
 
 
 def _is_complete(func: Any) -> bool:
-    """Tell whether an op makes values that are complete when it returns.
-
-    Not a view, memory that is not written yet, or a collective that is not waited for yet.
-    """
+    """Tell whether an op makes values that are complete when it returns: not a view, memory that is
+    not written yet, or a collective that is not waited for yet."""
     if not isinstance(func, OpOverload):
         return True
     kind = kind_of_op(func._schema.name)

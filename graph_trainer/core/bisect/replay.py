@@ -22,13 +22,8 @@ from graph_trainer.core.torch_private import pytree, swap_tensors
 
 
 class StartingPoint:
-    """Copies of a model's tensors, of batches and of the random state, to start from again.
-
-    Args:
-        model: the model.
-        loss_fn: the loss. What it and the model change in Python is restored as well.
-        batches: any nest of tensors and other values.
-    """
+    """Copies of a model's tensors, of a nest of batches and of the random state, to start from
+    again. What the model and the loss change in Python is restored as well."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Any) -> None:
         self._model, self._loss_fn = model, loss_fn
@@ -89,11 +84,8 @@ def named_results(
 
 
 class Runs:
-    """Runs a step as the model itself, as a compiled graph, or node by node.
-
-    Every run begins at the `StartingPoint` of the moment when this object was made.
-    The loss is `loss_fn(model, *args, **kwargs)`.
-    """
+    """Runs a step, of loss `loss_fn(model, *args, **kwargs)`, as the model itself, as a compiled
+    graph, or node by node: always from the `StartingPoint` of when this object was made."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, args: Sequence[Any], kwargs: Mapping[str, Any]

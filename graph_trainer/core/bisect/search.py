@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ from graph_trainer.core.tensor_diff import Difference, compare
 from graph_trainer.errors import VerificationError
 
 CAPTURE = "capture"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,8 @@ def bisect_passes(
                 "numbers from a generator of the model's own"
             )
     on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
-    joint = _or_fail_on_all_ranks(runs.capture, ranks)
+    with ranks.errors_sent():
+        joint = runs.capture()
     steps = pass_by_pass(joint, passes, agreement=ranks)
     prefixes: list[Prefix] = []
     before: JointGraph | None = None
@@ -123,7 +122,8 @@ def bisect_passes(
         return loss_fn(model, *args, **(kwargs or {}))
 
     while True:
-        done = _or_fail_on_all_ranks(lambda: next(steps, None), ranks)
+        with ranks.errors_sent():
+            done = next(steps, None)
         if done is None:
             return Verdict(prefixes, len(reference), [])
         check_order_across_ranks(joint, ranks)
@@ -149,11 +149,3 @@ def bisect_passes(
         runs.node_by_node, before, joint, [difference.name for difference in mine]
     )
     return Verdict(prefixes, len(reference), ranks.gather(node))
-
-
-def _or_fail_on_all_ranks(work: Callable[[], T], ranks: Agreement) -> T:
-    """Return what `work` returns, or raise its error after the other ranks have received it."""
-    try:
-        return work()
-    except Exception as error:
-        ranks.fail(error)

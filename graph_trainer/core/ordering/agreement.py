@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,14 +22,11 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """The ranks of one process group that decide together while they make a graph.
+    """The ranks of a process group, by default the default one, that decide together on a graph.
 
-    All of them call its methods equally often and in the same order. A rank that cannot go on
-    calls `fail`, so that none waits for it. Where no other rank answers (no process group, a group
-    of one, fake ranks) nothing is communicated.
-
-    Args:
-        group: the process group; None for the default one.
+    All of them call its methods equally often and in the same order. What may raise on one of them
+    runs in `errors_sent`, so that none waits for that one. Where no other rank answers (no process
+    group, a group of one, fake ranks) nothing is communicated.
     """
 
     is_apart = False
@@ -45,11 +44,10 @@ class Agreement:
             return [0]
         return [dist.get_rank()] if self._is_alone() else dist.get_process_group_ranks(self._group)
 
-    def gather(self, mine: T | Exception, doing: str = "capture the step") -> list[T]:
+    def gather(self, mine: T, doing: str = "capture the step") -> list[T]:
         """Return the value of every member, by their order in `ranks`. One small exchange.
 
         Args:
-            mine: the value of this rank; or its error, raised after the others have received it.
             doing: what a rank with an error could not do, for the message.
 
         Raises:
@@ -57,17 +55,7 @@ class Agreement:
                 that call this at different points of their work.
             CollectiveError: another rank has ended, or did not arrive (gloo).
         """
-        if isinstance(mine, Exception):
-            text, value = f"{type(mine).__name__}: {mine}"[:_ERROR_SHOWN], None
-        else:
-            text, value = "", mine
-        try:
-            everyone = self._exchange((text, value))
-        except CollectiveError:
-            self._received_failure = True
-            raise
-        if isinstance(mine, Exception):
-            raise mine
+        everyone = self._exchange(("", mine))
         ranks = self.ranks
         for rank, (text, _) in zip(ranks, everyone, strict=True):
             if text:
@@ -94,14 +82,23 @@ class Agreement:
         number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
         return self.all_reduce_max(number) == -self.all_reduce_max(-number)
 
-    def fail(self, error: Exception, doing: str = "capture the step") -> NoReturn:
-        """Raise an error of this rank, after the other members have received it.
+    @contextlib.contextmanager
+    def errors_sent(self, doing: str = "capture the step") -> Iterator[None]:
+        """Inside, an error of this rank is raised after the other members have received it.
 
         If a call has raised because another member failed or has ended, none waits for this one.
+        Nor does any where this rank is apart: what it could not do, `doing`, is published with the
+        error for those that find it missing.
         """
-        if not self._received_failure:
-            self.gather(error, doing)
-        raise error
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
+            if self.is_apart:
+                publish_failure(f"could not {doing} again, {text}")
+            elif not self._received_failure:
+                self._exchange((text, None))
+            raise
 
     def _is_alone(self) -> bool:
         """Return whether no other rank answers."""
@@ -121,17 +118,14 @@ class Agreement:
         except RuntimeError as error:
             if not is_collective_failure(error):
                 raise
+            self._received_failure = True
             place = "the exchange of what all ranks decide"
             raise CollectiveError(place, reason_of(error)) from error
         return everyone
 
 
 class OneRank(Agreement):
-    """A rank that decides without others, whatever process groups there are.
-
-    Args:
-        is_apart: as the attribute of `Agreement`.
-    """
+    """A rank that decides without others, whatever process groups there are; see `is_apart`."""
 
     def __init__(self, *, is_apart: bool = False) -> None:
         super().__init__()

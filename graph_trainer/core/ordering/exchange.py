@@ -41,7 +41,6 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     Costs one small exchange of objects.
 
     Args:
-        joint: the graph of this rank.
         agreement: the ranks whose graphs communicate with this one; None for all of them.
 
     Raises:
@@ -53,15 +52,11 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     if len(ranks) == 1:
         return
     rank = dist.get_rank()
-    mine: Sequence = []
-    summary: Summary | Exception
-    try:
+    with agreement.errors_sent():
         mine = issued_by(joint, dist.get_world_size())
         for each in mine:
             check_member(each, rank)
         summary = summary_of(mine)
-    except Exception as error:  # of any kind: the other ranks wait for this rank's summary
-        summary = error
     summaries = agreement.gather(summary)
     if do_agree(summaries):
         return
@@ -136,10 +131,8 @@ def summary_of(sequence: Sequence) -> Summary:
 
 
 def do_agree(summaries: list[Summary]) -> bool:
-    """Tell, alike on all ranks, whether the members of each group agree, from all ranks' summaries.
-
-    They do if the summary of each of them contains the group, with equal digests.
-    """
+    """Tell, alike on all ranks, from all ranks' summaries, whether the members of each group agree:
+    the summary of each of them contains the group, with equal digests."""
     by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in summaries:
         for group, summary in groups.items():

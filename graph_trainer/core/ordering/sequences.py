@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import Collective, Entry, collective_of, issued
+from graph_trainer.core.analysis.collectives import Entry, collective_of, issued
 from graph_trainer.core.graph.annotations import module_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -48,25 +48,18 @@ def waited_text(issued: Issued) -> str:
     return "never waited for" if after is None else f"waited for when {after} are issued"
 
 
-def sequence_of(collectives: list[Collective]) -> Sequence:
-    """Make the sequence of the collectives of a graph."""
-    return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
-
-
 def issued_by(joint: JointGraph, world_size: int) -> Sequence:
     """List what a rank issues: the rank that captured `joint`. Linear in nodes.
 
     An op that is not known counts as communication among all ranks that ends before the op
-    returns.
-
-    Raises:
-        VerificationError: see `collectives`.
+    returns. Errors are those of `collectives`.
     """
     everyone = tuple(range(world_size))
     sequence = []
     for node, waited_after in issued(joint.graph, may_communicate):
         if is_collective(node):
-            sequence += sequence_of([collective_of(node, joint.ranks_of, waited_after)])
+            c = collective_of(node, joint.ranks_of, waited_after)
+            sequence.append(Issued(c.entry(), waited_after, c.describe(), c.where))
         else:
             where = f"in module '{module_of(node)}' (node {node.name})"
             line = f"{node.target}, an unknown op, which may communicate, {where}"

@@ -34,10 +34,8 @@ PassFunction = Callable[[JointGraph, Any, PassContext], None]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A graph pass: `function(joint, options, context)` changes the graph in place.
-
-    Calling the pass runs the function alone, without the pipeline's checks: `a_pass(joint)`.
-    """
+    """A graph pass: `function(joint, options, context)` changes the graph in place. Calling the
+    pass, `a_pass(joint)`, runs the function alone, without the pipeline's checks."""
 
     name: str
     stage: Stage
@@ -98,12 +96,7 @@ class Pass:
 
 
 def graph_pass(*, stage: Stage, summary: str, **declared: Any) -> Callable[[PassFunction], Pass]:
-    """Make a function a Pass named after it.
-
-    Args:
-        stage: when it runs.
-        summary: what it does, in one line.
-        declared: other fields of `Pass`.
+    """Make a function a Pass named after it, with these and other `declared` fields of `Pass`.
 
     Example::
 

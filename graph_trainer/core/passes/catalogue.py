@@ -106,10 +106,7 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     """Return the passes that two lists name, checked: known, once each, stages in order.
 
     Args:
-        passes: names of built-in passes, "default" for the default list, "package.module:name" for
-            a pass of a user's own, or passes. Beside "default" every other entry joins the list at
-            its stage; without "default" the order is that of `passes`.
-        disable_passes: names of passes to leave out.
+        passes, disable_passes: as the fields of `PassConfig`.
 
     Raises:
         PassError: naming the pass, and the nearest known name where there is one.
@@ -220,13 +217,8 @@ def without_effect(
 
 
 def idle_fields(settings: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Idle]:
-    """Yield the fields that are set and have no effect, since another field has a wrong value.
-
-    A field declares by `acts_with` the values of other fields with which it acts.
-
-    Args:
-        settings, options: as `without_effect`.
-    """
+    """Yield the fields that are set and have no effect, since another field has a wrong value: see
+    `acts_with`. Arguments are those of `without_effect`."""
     run_settings = [field for field in fields(RunSettings) if field.name in settings]
     declared = [("", field, dict(settings)) for field in run_settings]
     for pass_name, given in options.items():
@@ -245,12 +237,8 @@ def idle_fields(settings: Mapping[str, Any], options: Mapping[str, Any]) -> Iter
 def lacking(
     selected: Sequence[Pass], disabled: Sequence[str], carrier: str
 ) -> tuple[str, str] | None:
-    """Return why a pass would have no effect in a list of passes, and the remedy; None if it has.
-
-    Args:
-        selected, disabled: as `without_effect`.
-        carrier: the name of the pass.
-    """
+    """Return why a pass of this name would have no effect in a list of passes, and the remedy; None
+    if it has one. The other arguments are those of `without_effect`."""
     place = {p.name: number for number, p in enumerate(selected)}
     known = registered_passes() | {p.name: p for p in selected}
     names = [carrier]
@@ -270,11 +258,7 @@ def lacking(
 
 
 def check_bitwise(selected: Sequence[Pass]) -> None:
-    """Refuse passes that cannot do without changing the order of a sum.
-
-    Raises:
-        PassError: naming the pass and what to do.
-    """
+    """Refuse, with a PassError, passes that cannot do without changing the order of a sum."""
     for each in selected:
         if each.changes_sums and not each.has_bitwise_mode:
             raise PassError(

@@ -31,8 +31,6 @@ def functionalize_writes(joint: JointGraph, options: NoOptions, context: PassCon
     """
     graph = joint.graph
     writes = [(n, op) for n in graph.nodes if (op := _without_write(n)) is not None]
-    if not writes:
-        return
     roots = storage_roots(graph)
     made: set[fx.Node] = set()
     for node, op in writes:

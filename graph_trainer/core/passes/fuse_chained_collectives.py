@@ -60,12 +60,11 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: Pas
     their gathers are padded on some ranks and all ranks must do the same.
 
     Relies on FSDP roles, on DTensor parameters, whose meshes give the other ranks' groups, and
-    on all ranks running the same program. Guarantees equal values.
+    on all ranks running the same program. Guarantees equal values. Linear in nodes and in ranks of
+    the world.
 
     Raises:
         PassError: a chain names a group that this process does not have.
-
-    Linear in nodes and in ranks of the world.
     """
     _fuse_chains(joint, context.agreement, Result.GATHERED, Role.UNSHARD, joined)
 
@@ -83,9 +82,7 @@ def fuse_chained_reduce_scatters(
 
     The mirror of `fuse_chained_all_gathers`, with the same conditions, on the reductions of
     gradients. Not in the default list: the sum has another order, so values may differ by
-    rounding.
-
-    Linear in nodes and in ranks of the world.
+    rounding. Linear in nodes and in ranks of the world.
     """
     # rank (i, j) keeps part j of part i: the order of a gather over the second, then the first
     _fuse_chains(

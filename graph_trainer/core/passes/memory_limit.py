@@ -87,10 +87,8 @@ class Budget:
         return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))
 
     def needed(self, joint: JointGraph) -> int:
-        """Return the most bytes that any rank needs of its device. n log n in storages.
-
-        The result for the latest graph is kept until `changed` is called.
-        """
+        """Return the most bytes that any rank needs of its device, remembered for the latest graph
+        until `changed` is called. n log n in storages."""
         if self._latest is None or self._latest[0] is not joint:
             hardware = self._context.hardware_for(joint)
             need = need_of(self.memory(joint, hardware), hardware)

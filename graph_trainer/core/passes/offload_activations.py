@@ -194,10 +194,8 @@ def _values(
 
 
 class _Places:
-    """Where copies start and end: by number, before which of the nodes that compute.
-
-    Views and copies are not counted, so that a graph with copies has the same places.
-    """
+    """Where copies start and end: by number, before which of the nodes that compute. Views and
+    copies are not counted, so that a graph with copies has the same places."""
 
     def __init__(self, graph: fx.Graph, options: OffloadActivationsOptions) -> None:
         self._options = options
@@ -229,12 +227,8 @@ class _Places:
         return self.at[node] - (self.order[self.at[node]] is not node)
 
     def waits(self, last: int, first: int) -> tuple[int, int]:
-        """Return where a copy to the host is waited for and where the copy back starts.
-
-        Args:
-            last: where forward last reads the value.
-            first: where backward first reads it.
-        """
+        """Return where a copy to the host is waited for and where the copy back starts, of a value
+        that forward reads last at `last` and backward first at `first`."""
         place = bisect.bisect_right(self._forward, last) + self._options.finish_blocks
         end = self._forward[place] if place < len(self._forward) else max(self._end, last + 1)
         ahead = self._options.prefetch_blocks

@@ -153,20 +153,19 @@ def pass_by_pass(
             f"'{selected[0].name}' (stage {selected[0].stage.name}) cannot run on a graph that "
             f"'{latest.name}' (stage {latest.stage.name}) ran on before; capture again"
         )
-    run, simulated_on = _context_of(joint, config, selected, agreement)
-    steps = _prepare(config, selected, run, {} if first is None else first.decisions)
-    follows_plan = first is not None and plan_memory.name in first.decisions
+    decisions = {} if first is None else first.decisions
+    steps, run, simulated_on = _prepare(joint, config, selected, agreement, decisions)
+    follows_plan = plan_memory.name in decisions
     budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
     if report is None and refuses and budget.may_refuse:  # for what passes raised
         report = Report()
-    order = access_order(joint.graph)
+    state, order = graph_state(joint), access_order(joint.graph)
     rounding = (f"equal up to rounding: {'; '.join(joint.rounding)}",) if joint.rounding else ()
     captured = PassRun("capture", 0.0, remarks=rounding)
     if report is not None:
         report.add(joint, captured)
-    state = graph_state(joint)
     yield captured
     for number, step in enumerate(steps, start=1):
         name = step.graph_pass.name
@@ -222,18 +221,13 @@ def _ends_within(joint: JointGraph, later: Sequence[PassStep], budget: Budget) -
 
 
 def run_before(joint: JointGraph, config: PassConfig, last: Pass) -> PassContext:
-    """Run the passes of `config` that come before one on `joint`, in place.
-
-    Returns:
-        the context in which that one would run.
-
-    Raises:
-        PassError, VerificationError: as `run_passes`; the pass list is without that pass.
-    """
+    """Run the passes of `config` that come before one on `joint`, in place, and return the context
+    in which that one would run. Errors are those of `run_passes`, and a PassError where the pass
+    list is without it."""
     selected = resolve_passes(config.passes, config.disable_passes)
     _check_settings(joint, config, selected)
-    run, _ = _context_of(joint, config, selected, OneRank())
-    for step in _prepare(config, selected, run, {}):
+    steps, *_ = _prepare(joint, config, selected, OneRank())
+    for step in steps:
         if step.graph_pass.name == last.name:
             return step.context
         run_one(joint, step, None)
@@ -246,10 +240,7 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     Checked are options and settings, but for what other passes do: the partitioner acts on the
     tags. After each pass the graph and its phases are checked. Its signature is not, as outputs may
     be None here; nor is the order of reads and writes, which no tag changes; nor memory, which the
-    partitioner decides.
-
-    Raises:
-        PassError: as `run_passes`; the config needs other passes.
+    partitioner decides. A PassError as of `run_passes`, or where the config needs other passes.
     """
     selected = resolve_passes(config.passes, config.disable_passes)
     tags = [p for p in selected if p.stage is Stage.TAG]
@@ -275,8 +266,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     known = registered_passes() | {p.name: p for p in selected}
     others = [p for p in known.values() if p.stage is not Stage.TAG]
     _check_settings(joint, config, sorted([*tags, *others], key=lambda p: p.stage))
-    run, _ = _context_of(joint, config, tags, OneRank())
-    for step in _prepare(config, tags, run, {}):
+    steps, *_ = _prepare(joint, config, tags, OneRank())
+    for step in steps:
         _run(joint, step)
         try:
             joint.graph.lint()
@@ -287,11 +278,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
 
 
 def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
-    """Return `config` with another policy for activations.
-
-    Settings and options that have no effect beside it get their defaults. `more` are other fields
-    to replace.
-    """
+    """Return `config` with another policy for activations, and with `more` fields replaced.
+    Settings and options that have no effect beside the policy get their defaults."""
     config = replace(config, activation_policy=policy, **more)
     options = dict(config.options)
     for of, name, *_ in list(idle_fields(_settings(config), options)):
@@ -319,29 +307,23 @@ class PassStep(NamedTuple):
         self.graph_pass.function(joint, self.options, self.context)
 
 
-def _context_of(
-    joint: JointGraph, config: PassConfig, selected: Sequence[Pass], agreement: Agreement
-) -> tuple[PassContext, str]:
-    """Return what all passes know of the run; and which machine they simulate and why, where a
-    pass does and no hardware is named."""
+def _prepare(
+    joint: JointGraph,
+    config: PassConfig,
+    selected: Sequence[Pass],
+    agreement: Agreement,
+    decisions: Mapping[str, Any] = {},
+) -> tuple[list[PassStep], PassContext, str]:
+    """Return the passes, each with its checked options and its context; what all contexts have in
+    common; and which machine passes simulate and why, where one does and no hardware is named.
+    `decisions` has, by pass, what it decided for an earlier graph of the step."""
     simulates = (each.needs_hardware(_options(config, each), config) for each in selected)
     hardware, why = config.hardware, ""
     if hardware is None and any(simulates):
         hardware, why, _ = detect_on_all_ranks(joint, agreement)
-    return PassContext(settings=config, agreement=agreement, hardware=hardware), why
-
-
-def _prepare(
-    config: PassConfig, selected: Sequence[Pass], shared: PassContext, decisions: Mapping[str, Any]
-) -> list[PassStep]:
-    """Return the passes, each with its checked options and its context.
-
-    Args:
-        shared: what the contexts of all passes have in common.
-        decisions: by pass, what it decided for an earlier graph of the step.
-    """
     if config.bitwise:
         check_bitwise(selected)
+    shared = PassContext(settings=config, agreement=agreement, hardware=hardware)
     steps: list[PassStep] = []
     for each in reversed(selected):  # the last first, as each knows those after it
 
@@ -355,7 +337,7 @@ def _prepare(
         decided = decisions.get(each.name)
         context = replace(shared, decided=decided, run_later_passes=run_later_passes)
         steps.insert(0, PassStep(each, _options(config, each), context))
-    return steps
+    return steps, shared, why
 
 
 def _options(config: PassConfig, of: Pass) -> Any:
@@ -393,25 +375,15 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
-class Checked(NamedTuple):
-    """A pass that ran, and the graph after it."""
-
-    seconds: float
-    """The time of the pass alone."""
-    verified: str
-    """What the expensive checks say of the numbers."""
-    state: GraphState
-    order: AccessOrder
-
-
 def run_one(
     joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
-) -> Checked:
-    """Run a pass and check the graph.
+) -> tuple[float, str, GraphState, AccessOrder]:
+    """Run a pass and check the graph. Both `numbers`, without which the expensive checks are left
+    out, and the `order` of reads and writes, if it is known, are of the graph before the pass.
 
-    Args:
-        numbers: of the graph before the pass; None to leave out the expensive checks.
-        order: in which the graph before the pass reads and writes, if it is known.
+    Returns:
+        the seconds of the pass alone, what the expensive checks say of the numbers, and the state
+        and the order of the graph after the pass.
     """
     joint.remarks.clear()
     order = order or access_order(joint.graph)
@@ -432,7 +404,7 @@ def run_one(
         said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
         raise VerificationError(_with_history(said, joint, step)) from error
     joint.history.append(step.graph_pass.name)
-    return Checked(seconds, verified, state, order)
+    return seconds, verified, state, order
 
 
 def _run(joint: JointGraph, step: PassStep) -> None:

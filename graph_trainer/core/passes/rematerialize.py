@@ -44,13 +44,11 @@ def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -
     Random ops and ops with an effect are never copied: they count as saved. The subgraphs of a
     higher-order op are copied with it. Copies have no tag, so that a second run changes nothing.
 
-    Relies on phases and on tags, those of users included. Guarantees equal values.
+    Relies on phases and on tags, those of users included. Guarantees equal values. Linear in nodes.
 
     Raises:
         PassError: a tagged node writes in place, or its inputs or result are written in place
             before backward reads them: a second run of the node would give another result.
-
-    Linear in nodes.
     """
     recompute(joint, {n for n in joint.graph.nodes if to_be_recomputed(n)})
 

@@ -136,10 +136,8 @@ class Report:
         return table
 
     def notes(self) -> list[str]:
-        """Return a line for every pass that was rolled back or has a remark.
-
-        `verify_passes` adds a line about passes whose numbers it does not find bitwise equal.
-        """
+        """Return a line for every pass that was rolled back or has a remark, and with
+        `verify_passes` one about passes whose numbers it does not find bitwise equal."""
         verified: dict[str, list[str]] = {}
         for row in self.rows:
             if row.verified not in ("", EQUAL):

@@ -15,12 +15,7 @@ from graph_trainer.core.analysis.blocks import (
     is_read_elsewhere,
     may_run_again,
 )
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    recompute_policy,
-    set_kept,
-    tensor_of,
-)
+from graph_trainer.core.graph.annotations import module_of, recompute_policy, set_kept, tensor_of
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.data_sizes import exact_shape
 from graph_trainer.core.graph.joint_graph import JointGraph

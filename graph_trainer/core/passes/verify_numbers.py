@@ -85,11 +85,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 class Numbers:
-    """The numbers of a graph as passes change it. Linear in nodes, and a run of the step a pass.
-
-    Args:
-        joint: the graph before the first pass.
-    """
+    """The numbers of a graph, given before the first pass, as passes change it. Linear in nodes,
+    and a run of the step a pass."""
 
     def __init__(self, joint: JointGraph) -> None:
         self.start(joint)
@@ -276,10 +273,8 @@ def _is_rounding(difference: Difference, was: Results, grain: float) -> bool:
     """Tell whether a result differs by at most `grain` times its largest number."""
     if difference.note:
         return False
-    largest = 0.0
-    for tensor in was[difference.name]:
-        finite = tensor[tensor.isfinite()].abs()
-        largest = max(largest, float(finite.max()) if finite.numel() else 0.0)
+    finite = (tensor[tensor.isfinite()].abs() for tensor in was[difference.name])
+    largest = max((float(each.max()) for each in finite if each.numel()), default=0.0)
     return difference.max_abs <= grain * largest
 
 

@@ -28,7 +28,6 @@ class Binding:
     """The inputs of a joint graph, by what a call gives: a model and a batch.
 
     Args:
-        joint: the graph.
         under_autograd: the gradients are autograd's, where it is enabled, and not of this graph.
     """
 
@@ -41,12 +40,8 @@ class Binding:
         self._device_types = {i.layout.device.type for i in joint.signature.inputs}
 
     def values(self, call: Call) -> list[torch.Tensor]:
-        """Return the value of each placeholder: plain tensors that require no gradient.
-
-        Raises:
-            CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
-                the capture.
-        """
+        """Return the value of each placeholder: plain tensors that require no gradient. A
+        CaptureError where tensors, modes or hooks of the model, or the batch, are others now."""
         values = self.model_values(call)
         autograds = self._under_autograd and torch.is_grad_enabled()
         backward = autograds or self._joint.signature.backward
@@ -71,10 +66,7 @@ class Binding:
         self, compiled: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Run a compiled graph, without autocast, because the graph already contains its casts.
-
-        Raises:
-            CollectiveError: naming the collective that failed (gloo; see `collective_failure`).
-        """
+        A CollectiveError names the collective that failed (gloo; see `collective_failure`)."""
         try:
             with contextlib.ExitStack() as stack:
                 for device_type in filter(autocast_enabled, self._device_types):
@@ -87,11 +79,8 @@ class Binding:
             raise failed from error
 
     def state(self, model: nn.Module) -> list[torch.Tensor]:
-        """Return the model's tensor for each parameter and buffer of the graph, in order.
-
-        Raises:
-            CaptureError: the model has not the parameters and buffers of the capture.
-        """
+        """Return the model's tensor for each parameter and buffer of the graph, in order; a
+        CaptureError where it does not have those of the capture."""
         # Finding all names of a large model costs more than the rest of a call, so the place of
         # each tensor is cached; the tensor at that place is read and checked in every call.
         if self._places is not None:

@@ -55,10 +55,8 @@ def failed_collective(error: RuntimeError, joint: JointGraph | None) -> Collecti
 
 
 def describe_missing_ranks(place: str, store: dist.Store, rank: int, world: int) -> str:
-    """Publish where this rank waits, and return where all do and which ranks did not arrive.
-
-    Waits for the other ranks up to GRACE seconds.
-    """
+    """Publish where this rank waits, and return where all do and which ranks did not arrive in up
+    to GRACE seconds."""
     places, until = {rank: place}, time.monotonic() + GRACE
     try:
         store.append(_PLACES, json.dumps([rank, place]) + "\n")  # type: ignore[attr-defined]  # in no stub

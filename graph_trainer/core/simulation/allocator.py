@@ -38,10 +38,8 @@ does not reuse memory of one stream on another."""
 
 
 class Segment:
-    """One expandable segment, which grows by pages of `page` bytes.
-
-    Each call takes logarithmic time, and the time to shift a short list.
-    """
+    """One expandable segment, which grows by pages of `page` bytes. Each call takes logarithmic
+    time, and the time to shift a short list."""
 
     def __init__(self, page: int) -> None:
         self._page = page

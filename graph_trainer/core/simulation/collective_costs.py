@@ -60,10 +60,8 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
 
 @functools.cache
 def placement(ranks: Ranks, devices_per_node: int) -> tuple[int, int, int]:
-    """Return how many nodes a group spans, and the fewest and the most of its ranks on one.
-
-    Ranks fill one node after another, as launchers place them: 0 to 7 on the first of eight.
-    """
+    """Return how many nodes a group spans, and the fewest and the most of its ranks on one. Ranks
+    fill one node after another, as launchers place them: 0 to 7 on the first of eight."""
     per_node = Counter(rank // devices_per_node for rank in ranks)
     return len(per_node), min(per_node.values()), max(per_node.values())
 

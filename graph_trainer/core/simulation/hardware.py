@@ -106,7 +106,6 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
     """Read a profile by its name, or by the path of a TOML file.
 
     Args:
-        name: a known name, or a path.
         key: the flag or key that names the profile, for messages.
 
     Raises:

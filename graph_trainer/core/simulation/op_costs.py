@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     OpOverload,
+    Storage,
     argument,
     aten,
     is_collective,
@@ -98,8 +99,27 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     whichever is longer, and at least the time of a launch. A fused group is launched once, reads
     only storages from outside and writes only storages that other nodes read.
     """
-    traffic = _Traffic(joint.graph, fusion)
     free, known_flops = free_nodes(joint.graph), _flops_by_node(joint.graph)
+    roots, size = storage_roots(joint.graph), _sizes(joint.graph)
+    read_by: dict[int, set[Storage]] = {}  # what a fused group has read so far
+
+    def traffic_of(node: fx.Node) -> tuple[int, bool]:
+        """Return the bytes that a node moves, and whether a launch belongs to it."""
+        group = fusion.group.get(node)
+        written, reads = _moved(node, size)
+        if group is None:
+            return written + sum(reads.values()), True
+        launches = group not in read_by
+        seen = read_by.setdefault(group, set())
+        moved = 0 if roots[node] in fusion.kept_inside else written
+        for source, read in reads.items():
+            root = roots[source]
+            inside = fusion.group.get(root[0]) == group
+            if read and not inside and root not in seen:
+                seen.add(root)
+                moved += read
+        return moved, launches
+
     cost = {}
     for node in joint.graph.nodes:
         if free[node] or node.op != "call_function" or is_collective(node):
@@ -108,7 +128,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         if starts_copy(node) and hardware.device != "cpu":
             cost[node] = Cost(CostKind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
             continue
-        moved, launches = traffic.of(node)
+        moved, launches = traffic_of(node)
         flops, kind = known_flops[node]
         seconds = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
         if flops:
@@ -120,33 +140,6 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         least = hardware.launch_seconds if launches else 0.0
         cost[node] = Cost(kind, max(seconds, least), flops, moved)
     return cost
-
-
-class _Traffic:
-    """Counts the bytes that nodes move, asked in graph order."""
-
-    def __init__(self, graph: fx.Graph, fusion: Fusion) -> None:
-        self._fusion = fusion
-        self._roots = storage_roots(graph)
-        self._size = _sizes(graph)
-        self._read: dict[int, set[Any]] = {}
-
-    def of(self, node: fx.Node) -> tuple[int, bool]:
-        """Return the bytes that a node moves, and whether a launch belongs to it."""
-        group = self._fusion.group.get(node)
-        written, reads = _moved(node, self._size)
-        if group is None:
-            return written + sum(reads.values()), True
-        launches = group not in self._read
-        seen = self._read.setdefault(group, set())
-        moved = 0 if self._roots[node] in self._fusion.kept_inside else written
-        for source, read in reads.items():
-            root = self._roots[source]
-            inside = self._fusion.group.get(root[0]) == group
-            if read and not inside and root not in seen:
-                seen.add(root)
-                moved += read
-        return moved, launches
 
 
 def _moved(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Node, int]]:
@@ -183,9 +176,12 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sized(value_of(n)))
-    if packet is aten._grouped_mm:
+    if packet is aten._grouped_mm:  # products of groups, which torch's counter does not know
+        # Every row of `a` belongs to one group, or every column where the groups are along the
+        # summed dimension; each group has its own columns of `b`, where offsets divide those.
         a, b = cast(tuple[torch.Tensor, torch.Tensor], args[:2])
-        return _grouped_flops(a, b), CostKind.MATMUL
+        columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
+        return int(2 * a.numel() * columns), CostKind.MATMUL
     count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if count is None:
         return 0, CostKind.MEMORY
@@ -199,14 +195,6 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
 
 
 _flops_by_node = once_per_node(flops_of)
-
-
-def _grouped_flops(a: Any, b: Any) -> int:
-    """Return the FLOPs of products of groups, which torch's counter does not know. Every row of `a`
-    belongs to one group, or every column where the groups are along the summed dimension."""
-    # each group of `a` has its own columns of `b`, where those are what offsets divide
-    columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
-    return int(2 * a.numel() * columns)
 
 
 def is_causal(node: fx.Node) -> bool:

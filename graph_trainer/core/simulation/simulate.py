@@ -77,16 +77,13 @@ def simulate(
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
-    """Simulate the graph of one rank as it is now, on the device of `hardware`. Linear in nodes.
-
-    Raises:
-        VerificationError: a collective cannot be read (see `collectives`).
-    """
+    """Simulate the graph of one rank as it is now, on the device of `hardware`. Errors are those of
+    `collectives`. Linear in nodes."""
     with unchanging(joint.graph):
         issued = collectives(joint)
         fusion = runtime.fusion(joint, other.fused, other.in_regions)
         cost = costs(joint, hardware, fusion)
-        memory = _memory(joint, hardware, other, runtime, fusion)
+        memory = predicted_memory(joint, hardware, other, runtime, fusion)
         timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other)
 
@@ -96,28 +93,24 @@ def predicted_memory(
     hardware: Hardware,
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
+    fusion: Fusion | None = None,
 ) -> Memory:
-    """Predict the memory of a step, as `simulate` does. Linear in nodes."""
+    """Predict the memory of a step, as `simulate` does; `fusion` is that of the runtime, if it is
+    known. Linear in nodes."""
     with unchanging(joint.graph):
-        fusion = runtime.fusion(joint, other.fused, other.in_regions)
-        return _memory(joint, hardware, other, runtime, fusion)
-
-
-def _memory(
-    joint: JointGraph, hardware: Hardware, other: OtherMemory, runtime: Runtime, fusion: Fusion
-) -> Memory:
-    kept = read_until(joint, fusion)
-    for storage, place in runtime.kept_until(joint).items():
-        kept[storage] = max(place, kept.get(storage, place))
-    return memory_of(
-        joint,
-        optimizer_bytes=other.optimizer_bytes,
-        accumulated_bytes=other.accumulated_bytes,
-        not_allocated=fusion.kept_inside,
-        kept_until=kept,
-        scratch=scratch_bytes(joint, hardware.device),
-        host_is_device=hardware.device == "cpu",
-    )
+        fusion = fusion or runtime.fusion(joint, other.fused, other.in_regions)
+        kept = read_until(joint, fusion)
+        for storage, place in runtime.kept_until(joint).items():
+            kept[storage] = max(place, kept.get(storage, place))
+        return memory_of(
+            joint,
+            optimizer_bytes=other.optimizer_bytes,
+            accumulated_bytes=other.accumulated_bytes,
+            not_allocated=fusion.kept_inside,
+            kept_until=kept,
+            scratch=scratch_bytes(joint, hardware.device),
+            host_is_device=hardware.device == "cpu",
+        )
 
 
 def need_of(memory: Memory, hardware: Hardware, runtime: Runtime = GRAPH_TRAINER) -> Need:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -20,12 +19,7 @@ from graph_trainer.core.graph.call_signature import Batch, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import defaults_of
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.ordering.agreement import (
-    Agreement,
-    OneRank,
-    publish_failure,
-    published_failure,
-)
+from graph_trainer.core.ordering.agreement import Agreement, OneRank, published_failure
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
 from graph_trainer.core.partition.partitioned_step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
@@ -33,8 +27,6 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.step import Gradients, Step, compile
 from graph_trainer.core.torch_private import PARAMETERS, pytree
 from graph_trainer.errors import CollectiveError, VerificationError
-
-_ERROR_SHOWN = 4000
 
 
 class _Partitioned:
@@ -122,11 +114,7 @@ class TrainStep:
             raise
 
     def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Capture the step for a batch like this one, as a call would, without running it.
-
-        Raises:
-            CaptureError, VerificationError: as a call.
-        """
+        """Capture the step for a batch like this one without running it; errors as of a call."""
         self._step_for(Call(model, args, kwargs), args, kwargs)
 
     def _step_for(self, call: Call, args: Any, kwargs: Any) -> _CompiledStep:
@@ -139,7 +127,7 @@ class TrainStep:
             Batch(args, kwargs)  # raises with the constant that cannot be hashed
             raise
         if step is None:
-            step = self._prepared(program, call.model, args, kwargs)
+            step = self._prepared(program, call, args, kwargs)
         # kept, as the one used last; those used longest ago are dropped
         self._steps[key] = step
         self._firsts.setdefault(program, step.joint)
@@ -155,7 +143,7 @@ class TrainStep:
         """List the kept graphs, least recently used first."""
         return [step.joint for step in self._steps.values()]
 
-    def _prepared(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
+    def _prepared(self, program: object, call: Call, args: Any, kwargs: Any) -> _CompiledStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
         first, together = not self._firsts, program not in self._firsts
         phase = f"Capturing the {'train step' if self.backward else 'step without backward'}"
@@ -164,9 +152,9 @@ class TrainStep:
         self.on_phase(phase)
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
-        with _errors_sent("capture", agreement):
+        with agreement.errors_sent():
             joint = capture(
-                *(model, self.loss_fn, args, kwargs),
+                *(call.model, self.loss_fn, args, kwargs),
                 backward=self.backward,
                 full_capture=self.full_capture,
             )
@@ -184,16 +172,17 @@ class TrainStep:
             check_order_across_ranks(joint, agreement)
         self.on_phase(f"Compiling for the backend '{self.backend}'")
         checked = time.perf_counter()
-        with _errors_sent("compile", agreement):
+        with agreement.errors_sent("compile the step"):
             step: _CompiledStep
             if self.partitioned and self.backward:
-                step = self._partitioned(joint, model, args, kwargs, together)
+                step = self._partitioned(joint, call.model, args, kwargs, together)
             else:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         agreement.gather(None, "compile the step")
         self.on_phase("")
-        what = "" if first else f"Captured again for batch {_shapes(args, kwargs)}: "
+        shapes = [tuple(v.shape) for v in call.leaves if isinstance(v, torch.Tensor)]
+        what = "" if first else f"Captured again for batch {shapes}: "
         self.on_event(
             f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
             f"{passed - captured:.1f} s, order check {checked - passed:.1f} s, backend "
@@ -221,25 +210,6 @@ class TrainStep:
         return _Partitioned(joint, compiled)
 
 
-@contextlib.contextmanager
-def _errors_sent(what: str, agreement: Agreement) -> Iterator[None]:
-    """Let the other ranks know of an error before it is raised.
-
-    Args:
-        what: what this rank could not do then.
-        agreement: the ranks that wait for this one. Where it is apart none does: the error is
-            published for those that find this rank missing.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not agreement.is_apart:
-            agreement.fail(error, f"{what} the step")
-        text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
-        publish_failure(f"could not {what} the step again, {text}")
-        raise
-
-
 def _program_key(call: Call) -> object:
     """Make a key of everything that changes the graph and is not in the batch."""
     trainable = [
@@ -258,8 +228,3 @@ def _batch_key(call: Call) -> object:
         for v in call.leaves
     )
     return (call.tree, call.tree_text, described)
-
-
-def _shapes(args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-    leaves, _ = pytree.tree_flatten((args, kwargs))
-    return [tuple(v.shape) for v in leaves if isinstance(v, torch.Tensor)]

@@ -59,11 +59,8 @@ class Member:
 
 
 def members_of(joint: JointGraph) -> list[Member]:
-    """Find every tagged collective, in graph order. Linear in nodes.
-
-    Raises:
-        PassError: one that names no process group.
-    """
+    """Find every tagged collective, in graph order; a PassError where one names no process group.
+    Linear in nodes."""
     members: list[Member] = []
     hops: dict[tuple[str, Route], int] = {}
     shared = 0

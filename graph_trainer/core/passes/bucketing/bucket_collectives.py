@@ -187,11 +187,8 @@ def best_caps(
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:
-    """Return the least MiB at which a collective of this kind saturates the links of its group.
-
-    A power of two, up to 4 GiB, at which the collective has nine tenths of the bandwidth of an
-    endless one.
-    """
+    """Return the least MiB at which a collective of this kind saturates the links of its group: a
+    power of two, up to 4 GiB, at which it has nine tenths of the bandwidth of an endless one."""
 
     def bytes_per_second(size: int) -> float:
         sized = replace(collective, input_bytes=size, output_bytes=size)

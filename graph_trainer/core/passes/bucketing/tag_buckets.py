@@ -72,10 +72,8 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
 
 def _is_plain(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a collective has one wait, contiguous results, and no writes in place.
-
-    A bucket makes contiguous results. Writes to what the collective sends count too.
-    """
+    """Return whether a collective has one wait, contiguous results, as a bucket makes, and no
+    writes in place, those to what it sends included."""
     users = list(node.users)
     return (
         len(users) == 1
@@ -86,9 +84,7 @@ def _is_plain(node: fx.Node, writes: Writes) -> bool:
 
 
 def _moves(node: fx.Node, writes: Writes) -> bool:
-    """Tell whether a node may move and read another storage.
-
-    It has no effect, its tensors are never written, and it uses no storage offset.
-    """
+    """Tell whether a node may move and read another storage: it has no effect, its tensors are
+    never written, and it uses no storage offset."""
     uses_offset = "as_strided" in str(node.target)
     return not (has_effect(node) or uses_offset or writes.touched_by(node))

@@ -109,14 +109,8 @@ class Stored:
 
 
 class ScheduleGraph:
-    """The nodes of a graph by place; lists have one entry a place. Linear in nodes to build.
-
-    Args:
-        fused: whether the backend fuses ops.
-
-    Raises:
-        VerificationError: a collective that cannot be described (see `collectives`).
-    """
+    """The nodes of a graph by place; lists have one entry a place. `fused` says whether the backend
+    fuses ops. Errors are those of `collectives`. Linear in nodes to build."""
 
     def __init__(self, joint: JointGraph, hardware: Hardware, fused: bool) -> None:
         self.nodes: list[fx.Node] = list(joint.graph.nodes)
@@ -246,11 +240,8 @@ class ScheduleGraph:
         return [node, *node.all_input_nodes, *([] if issuer is None else issuer.all_input_nodes)]
 
     def _reads(self) -> list[set[int]]:
-        """Return, by place, the nodes that must run before a node.
-
-        They are its inputs, the last node before it that used the same written storage, and the
-        last one before it that had an effect.
-        """
+        """Return, by place, the nodes that must run before a node: its inputs, the last node before
+        it that used the same written storage, and the last one before it that had an effect."""
         reads_of: list[set[int]] = []
         touched: dict[Storage, int] = {}
         effect: int | None = None
@@ -294,10 +285,8 @@ class ScheduleGraph:
     # --- what it takes ---------------------------------------------------------------------
 
     def _elements_of_tails(self) -> dict[fx.Node, int]:
-        """Return the elements of every node after a reduction.
-
-        As many as the node reads, though this rank may store fewer rows.
-        """
+        """Return the elements of every node after a reduction: as many as the node reads, though
+        this rank may store fewer rows."""
         elements: dict[fx.Node, int] = {}
         for node in self.nodes:
             if role_of(node) is not Role.REDUCE_GRAD:

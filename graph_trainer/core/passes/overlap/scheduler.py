@@ -292,10 +292,8 @@ class Scheduler:
     # --- earlier ---------------------------------------------------------------------------
 
     def run_early(self, places: Sequence[int], place: int, scratch_bytes: int = 0) -> bool:
-        """Run nodes before `place`, in order, if memory allows. Returns whether they ran.
-
-        Running them takes `scratch_bytes` beside what they allocate.
-        """
+        """Run nodes before `place`, in order, if memory allows what they allocate and
+        `scratch_bytes` beside that. Returns whether they ran."""
         inside = set(places)
         alive = peak = 0
         stay: list[Stored] = []
@@ -363,11 +361,8 @@ class Scheduler:
     def _launch(self, group: LaunchGroup, place: int) -> bool:
         """Run a launch group before `place`, if its inputs have run and memory allows."""
         places = [p for p in group.places if not self.done[p]]
-        inside = set(places)
-        if any(p in self.deferred for p in places):
-            return False
-        reads = {p for each in places for p in self.graph.reads[each]} - inside
-        if not all(self.done[p] for p in reads):
+        reads = {p for each in places for p in self.graph.reads[each]}.difference(places)
+        if any(p in self.deferred for p in places) or not all(self.done[p] for p in reads):
             return False
         return self.run_early(places, place, group.scratch_bytes)
 

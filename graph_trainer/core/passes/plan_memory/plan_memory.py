@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -176,8 +176,8 @@ class _Planner:
             )
         self._hardware = context.hardware_for(joint)
         context.simulate(joint)  # what is known of its nodes then is known in every copy
-        self._leasts: dict[int, int] = {}
-        self._steps_simulated: dict[int, SlowestStep] = {}
+        self._least = cache(self._needed_at_least)
+        self._simulated = cache(self._simulate)
         least, kept = self._least(0), self._bytes
         self._places = [0]
         """The numbers of steps that may be tried, the same for every limit."""
@@ -250,22 +250,15 @@ class _Planner:
                 break
         return self._places[low] if low >= 0 else None
 
-    def _least(self, number: int) -> int:
-        """Return the most bytes that any rank needs of its device after a number of steps.
+    def _needed_at_least(self, number: int) -> int:
+        """Return the most bytes that any rank needs of its device after a number of steps, where
+        only the passes that any step needs run."""
+        need = need_of(self._memory(number), self._hardware)
+        return self._context.agreement.all_reduce_max(need.total)
 
-        Only the passes that any step needs run.
-        """
-        if number not in self._leasts:
-            need = need_of(self._memory(number), self._hardware)
-            self._leasts[number] = self._context.agreement.all_reduce_max(need.total)
-        return self._leasts[number]
-
-    def _simulated(self, number: int) -> SlowestStep:
+    def _simulate(self, number: int) -> SlowestStep:
         """Simulate the step with all passes."""
-        if number not in self._steps_simulated:
-            trial = self.trial(number)
-            self._steps_simulated[number] = self._context.simulate_on_all_ranks(trial)
-        return self._steps_simulated[number]
+        return self._context.simulate_on_all_ranks(self.trial(number))
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
@@ -273,10 +266,8 @@ class _Planner:
         return predicted_memory(trial, self._hardware, self._context.settings.other_memory(trial))
 
     def trial(self, number: int, before: Stage | None = None) -> JointGraph:
-        """Return a copy of the graph after a number of steps and the later passes.
-
-        All later passes, or those before a stage.
-        """
+        """Return a copy of the graph after a number of steps and all later passes, or those before
+        a stage."""
         trial, context = copy_graph(self._joint), self._context
         _tag(trial, self._blocks, self._table(number))
         context.run_later_passes(trial, before)
@@ -303,11 +294,8 @@ def _read_chains(joint: JointGraph) -> list[UnshardChain]:
 
 
 def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None:
-    """Tag what a table keeps and what it does not; tags that are there already stay.
-
-    Raises:
-        PassError: the table has an op, a block or a parameter that the graph does not have.
-    """
+    """Tag what a table keeps and what it does not; tags that are there already stay. A PassError
+    where the table has an op, a block or a parameter that the graph does not have."""
     saved, named = table.saved(blocks), {node.name: node for node in joint.graph.nodes}
     for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
         for number, (op, names) in enumerate(zip(block.ops, block.nodes, strict=True)):

@@ -64,10 +64,8 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
 
     Each next one keeps more bytes, saves time, and saves less time a byte than the one before: the
     corners of the convex hull of all choices. With many equal blocks, a mix of two neighbours is
-    within one block of the best there is for any number of bytes.
-
-    Raises:
-        PassError: the solver found no optimum in its time, or is not installed.
+    within one block of the best there is for any number of bytes. A PassError where the solver
+    found no optimum in its time, or is not installed.
     """
     fewest = solve(ops, mib=1.0)
     least = solve(ops, nanoseconds=1.0, most_bytes=fewest.bytes)
@@ -98,14 +96,9 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
 def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[Choice]:
     """Return choices from `low`, without it, to `high`: each the fastest with so many bytes.
 
-    For the one block that gets a part of a step, so that a memory limit is used to the end.
-
-    Args:
-        apart: the least bytes between two choices; 1 KiB at least, as the solver's bounds are not
-            exact to the byte.
-
-    Raises:
-        PassError: as `frontier`.
+    For the one block that gets a part of a step, so that a memory limit is used to the end. Two
+    choices are `apart` bytes apart at least; and 1 KiB, as the solver's bounds are not exact to the
+    byte. Errors are those of `frontier`.
     """
     choices = [high]
     while (most := int(choices[-1].bytes - max(apart, KIB))) > low.bytes:
@@ -129,10 +122,8 @@ def solve(
     """Minimize a sum of MiB and nanoseconds, each with its weight, one of them bounded.
 
     An integer program with two variables an op, whether it is kept and whether it is recomputed: a
-    result that backward reads is one of the two, and so is each input of what is recomputed.
-
-    Raises:
-        PassError: as `frontier`.
+    result that backward reads is one of the two, and so is each input of what is recomputed. Errors
+    are those of `frontier`.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp

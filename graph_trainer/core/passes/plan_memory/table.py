@@ -60,12 +60,8 @@ class MemoryTable:
         parameters: Iterable[str] | None,
         offloaded: Iterable[str] = (),
     ) -> MemoryTable:
-        """Make the table of the ops that each block saves.
-
-        Args:
-            saved: by block, the numbers of the ops that it saves. The table also lists ops that a
-                block could save and none does.
-        """
+        """Make the table of the ops that each block saves, given by their numbers. It also lists
+        ops that a block could save and none does."""
         kept: dict[tuple[str, str, int], list[str]] = {}
         sizes: dict[tuple[str, str, int], Op] = {}
         for block in blocks:
@@ -83,11 +79,8 @@ class MemoryTable:
         return cls(tuple(rows), kept_whole, tuple(offloaded))
 
     def saved(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
-        """Return, by block, the numbers of the ops whose results are saved.
-
-        Raises:
-            PassError: the table has an op or a block that the graph does not have.
-        """
+        """Return, by block, the numbers of the ops whose results are saved. A PassError where the
+        table has an op or a block that the graph does not have."""
         names = {block.name for block in blocks}
         known = {(op.module, op.target, op.nth) for block in blocks for op in block.ops}
         wrong = [

@@ -71,10 +71,8 @@ def run_nodes(root: fx.GraphModule, graph: fx.Graph) -> BoxedFunction:
 
 
 def _with_ranges(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph, with a range of torch's profiler around each run of nodes of one module.
-
-    A range is named "forward layers.0.attention". Linear in nodes.
-    """
+    """Copy a graph, with a range of torch's profiler around each run of nodes of one module, named
+    as "forward layers.0.attention". Linear in nodes."""
 
     def name_of(node: fx.Node) -> str:
         return " ".join(filter(None, dict.fromkeys((phase_of(node), module_of(node)))))

@@ -32,11 +32,7 @@ def missing_compiler() -> str:
 
 
 def find_backend(name: str) -> Backend:
-    """Look up a backend by its name.
-
-    Raises:
-        ConfigError: there is none of that name; the message names the nearest.
-    """
+    """Return the backend of a name; a ConfigError that suggests the nearest where there is none."""
     if name not in BACKENDS:
         hint = did_you_mean(name, BACKENDS, otherwise=".")
         raise ConfigError(

@@ -10,12 +10,17 @@ import graph_trainer as gt
 from graph_trainer.core.ordering import exchange
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.proof import prove_order
-from graph_trainer.core.ordering.sequences import sequence_of
+from graph_trainer.core.ordering.sequences import Issued
 from tests.unit.fake_ranks import in_threads
 from tests.unit.graphs import collective
 
 GATHER = collective()
 REDUCE = collective("reduce_scatter_tensor", reduction="sum")
+
+
+def sequence_of(collectives):
+    """What the rank issues whose collectives these are."""
+    return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
 
 
 def program(*steps):
@@ -53,8 +58,9 @@ def exchanged(outcomes):
 
 
 def _compared(outcome):
-    if isinstance(outcome, Exception):
-        Agreement().fail(outcome)
+    with Agreement().errors_sent():
+        if isinstance(outcome, Exception):
+            raise outcome
     exchange.check_order_across_ranks(outcome)
 
 

@@ -77,7 +77,13 @@ def test_a_rank_that_agrees_on_a_number_while_another_hands_out_its_order():
     for error in in_threads(2, work):
         assert "rank 0 exchanges its int, and rank 1 its dict" in str(error)
     error = ValueError("the next one")
-    found = in_threads(2, lambda rank: agreements[0].fail(error) if rank == 0 else None)
+
+    def fail(rank):
+        if rank == 0:
+            with agreements[0].errors_sent():
+                raise error
+
+    found = in_threads(2, fail)
     assert found == [error, None], "no rank waits for this one any more"
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.exchange import do_agree, summary_of
 from graph_trainer.core.ordering.proof import prove_order
-from graph_trainer.core.ordering.sequences import sequence_of
 from tests.examples import examples
 from tests.unit.core.ordering.front_ends import (
     GATHER,
@@ -21,6 +20,7 @@ from tests.unit.core.ordering.front_ends import (
     online,
     program,
     refused,
+    sequence_of,
 )
 from tests.unit.graphs import collective
 

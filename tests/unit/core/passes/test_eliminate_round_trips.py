@@ -13,7 +13,6 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import local_slice_group
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
 from graph_trainer.core.passes.verify_numbers import verify_values
-from graph_trainer.core.torch_private import clear_sharding_cache
 from graph_trainer.testing import check_pass, targets
 from tests.examples import examples
 from tests.unit.graphs import aten, fake_world
@@ -62,7 +61,6 @@ class Walk(nn.Module):
 
 def walked(*layouts, read, mesh=(4,), rank=1, shape=(8, 12), backward=True):
     layouts = [each if isinstance(each, tuple) else (each,) for each in layouts]
-    clear_sharding_cache()
     fake_world(4, rank)
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("a", "b")[: len(mesh)])
     model = Walk(device_mesh, layouts, read, shape)

@@ -23,7 +23,6 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.ops import is_wait, storage_roots, written_arguments
 from graph_trainer.core.ordering.proof import prove_order
-from graph_trainer.core.ordering.sequences import sequence_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_overlap import (
@@ -35,6 +34,7 @@ from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import MIB
 from graph_trainer.testing import assert_same, code, run
 from tests.examples import examples
+from tests.unit.core.ordering.front_ends import sequence_of
 from tests.unit.core.passes.overlap.schedule_graphs import (
     TENSOR,
     late_reductions,

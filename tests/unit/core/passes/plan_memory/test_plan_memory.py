@@ -32,7 +32,6 @@ from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import targets
 from graph_trainer.titan.memory_table import memory_table_of
-from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
 # launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
@@ -276,11 +275,11 @@ def test_ranks_with_other_costs_get_one_plan(stack):
 
 
 def on_ranks(*runs):
-    """Run a function of a context on each rank, a thread; all_reduce_max is over the ranks.
+    """Run a function of a context on each rank, a thread; an exchange is among the ranks.
 
     One thread works at a time: copies of a graph share a mode of fake tensors.
     """
-    meet, numbers = threading.Barrier(len(runs), timeout=60), [0] * len(runs)
+    meet, values = threading.Barrier(len(runs), timeout=60), [None] * len(runs)
     turn = threading.Lock()
 
     def wait():
@@ -289,15 +288,17 @@ def on_ranks(*runs):
         turn.acquire()
 
     def one(place):
-        def all_reduce_max(number):
-            numbers[place] = number
+        def gather(mine):
+            values[place] = mine
             wait()
-            largest = max(numbers)
+            everyone = list(values)
             wait()
-            return largest
+            return everyone
 
+        agreement = OneRank()
+        agreement.gather = gather
         with turn:
-            return runs[place](PassContext(hardware=MACHINE, agreement=Agreed(all_reduce_max)))
+            return runs[place](PassContext(hardware=MACHINE, agreement=agreement))
 
     with ThreadPoolExecutor(len(runs)) as pool:
         return list(pool.map(one, range(len(runs))))
