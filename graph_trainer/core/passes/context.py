@@ -10,7 +10,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, Detected, detect_for
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.hardware import Hardware, known_hardware
 from graph_trainer.core.simulation.simulate import (
     NO_OTHER_MEMORY,
     OtherMemory,
@@ -180,14 +180,16 @@ class PassContext:
 
 def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:
     """Choose the profile of the machine, the same on all ranks; a PassError where they run on
-    different devices. One small exchange."""
-    detected = detect_for(joint)
-    names = sorted(agreement.gather(detected.hardware.name))
-    if names[0] != names[-1]:
+    different devices. Two all-reduces."""
+    detected, names = detect_for(joint), list(known_hardware())
+    place = names.index(detected.hardware.name)
+    last = names[agreement.all_reduce_max(place)]
+    first = names[-agreement.all_reduce_max(-place)]
+    if first != last:
         raise PassError(
             f"{HARDWARE_KEY} is unset and the ranks run on different devices, of the profiles "
-            f"{names[0]} and {names[-1]} among others, so that each would make another step (this "
-            f"rank: {detected.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower "
+            f"{first} and {last} among others, so that each would make another step (this rank: "
+            f"{detected.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower "
             "device for one"
         )
     return detected

@@ -196,8 +196,11 @@ def agreed_on(
     costs += [n for item in others for c in item.choices for n in (c.bytes, c.nanoseconds)]
     if context.agreement.same(costs):
         return list(blocks), list(others)
-    everyone = context.agreement.gather(costs)
-    taken = iter(max(everyone, key=lambda of_rank: (sum(of_rank), of_rank)))
+    # one number with the costs as its digits, their sum first, so that one all-reduce will do
+    digits = b"".join(number.to_bytes(8, "big") for number in (sum(costs), *costs))
+    number = context.agreement.all_reduce_max(int.from_bytes(digits, "big"))
+    largest = number.to_bytes(len(digits), "big")
+    taken = (int.from_bytes(largest[at : at + 8], "big") for at in range(8, len(largest), 8))
     agreed_blocks = []
     for block in blocks:
         ops = [replace(op, bytes=next(taken), nanoseconds=next(taken)) for op in block.ops]

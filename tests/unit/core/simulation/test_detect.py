@@ -8,12 +8,12 @@ import torch
 
 import graph_trainer as gt
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.simulation import detect
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_for, detect_hardware
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.units import GIB
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import captured_decoder, hungry
 
 
@@ -118,11 +118,12 @@ def test_ranks_on_unlike_devices_are_refused(monkeypatch, mine):
     monkeypatch.setattr(
         "graph_trainer.core.passes.context.detect_for", lambda joint: detect_hardware()
     )
-    agreement = OneRank()
-    agreement.gather = lambda mine: ["a100-80g", "h100-sxm"]
+    places = [list(known_hardware()).index(name) for name in ("a100-80g", "h100-sxm")]
+
+    answers = iter([max(places), max(-place for place in places)])
     words = (
         f"{HARDWARE_KEY} is unset .* different devices.*a100-80g and h100-sxm.*this rank: {mine}"
     )
     with pytest.raises(gt.PassError, match=words):
         config = gt.PassConfig(passes=[simulating([])])
-        gt.run_passes(joint, config, agreement=agreement)
+        gt.run_passes(joint, config, agreement=Agreed(lambda number: next(answers)))

@@ -32,6 +32,7 @@ from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import targets
 from graph_trainer.titan.memory_table import memory_table_of
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
 # launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
@@ -275,11 +276,11 @@ def test_ranks_with_other_costs_get_one_plan(stack):
 
 
 def on_ranks(*runs):
-    """Run a function of a context on each rank, a thread; an exchange is among the ranks.
+    """Run a function of a context on each rank, a thread; all_reduce_max is over the ranks.
 
     One thread works at a time: copies of a graph share a mode of fake tensors.
     """
-    meet, values = threading.Barrier(len(runs), timeout=60), [None] * len(runs)
+    meet, numbers = threading.Barrier(len(runs), timeout=60), [0] * len(runs)
     turn = threading.Lock()
 
     def wait():
@@ -288,17 +289,15 @@ def on_ranks(*runs):
         turn.acquire()
 
     def one(place):
-        def gather(mine):
-            values[place] = mine
+        def all_reduce_max(number):
+            numbers[place] = number
             wait()
-            everyone = list(values)
+            largest = max(numbers)
             wait()
-            return everyone
+            return largest
 
-        agreement = OneRank()
-        agreement.gather = gather
         with turn:
-            return runs[place](PassContext(hardware=MACHINE, agreement=agreement))
+            return runs[place](PassContext(hardware=MACHINE, agreement=Agreed(all_reduce_max)))
 
     with ThreadPoolExecutor(len(runs)) as pool:
         return list(pool.map(one, range(len(runs))))
