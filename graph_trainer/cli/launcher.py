@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -171,7 +172,7 @@ def start(launch: Launch) -> int:
     sys.stderr.flush()
     try:
         on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        with _phases_shown() if on_terminal else contextlib.nullcontext():
+        with _phases_shown() if on_terminal else nullcontext():
             torchrun(launch.arguments)
     except SignalException as error:  # a traceback of torchrun explains nothing
         name = signal.Signals(error.sigval).name
@@ -385,9 +386,9 @@ def check_step_fits(launch: Launch) -> None:
         return
     room, hardware = memory_of_rank(launch), detect_hardware().hardware
     captures = Captures(cache=CaptureCache(default_folder()))
-    on_terminal = sys.stderr.isatty()
+    shown = progress("will it fit") if sys.stderr.isatty() else nullcontext(lambda line: None)
     try:
-        with progress("will it fit") if on_terminal else contextlib.nullcontext(lambda _: None) as say:
+        with shown as say:
             make_plan(
                 launch.config,
                 launch.world_size,
