@@ -41,14 +41,14 @@ from graph_trainer.core.capture.rng_replay import (
 )
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
-from graph_trainer.core.capture.trace import LossFn, StepTrace
+from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
-from graph_trainer.core.graph.returned import Returned, scalar_loss
+from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.graph.writes import writes_of
@@ -111,20 +111,6 @@ def capture(
         )
     step = Step(model, loss_fn, args, dict(kwargs or {}), backward, meta_as, scalar_loss)
     return capture_step(step, full_capture)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """What is captured; see `capture`."""
-
-    model: nn.Module
-    loss_fn: LossFn
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    backward: bool
-    meta_as: torch.device | str
-    returned: Returned
-    """Takes what the function returns."""
 
 
 def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
@@ -206,10 +192,8 @@ def _captured(
             stand_in = wrap(list(map(fake_of_left_out, unwrap(tensor)[0])), spec.layout)
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
-        trace = StepTrace(
-            *(model, loss_fn, [*traced_state.inputs, *of_batch], traced_state, left_out, batch),
-            *(backward, generators, step.returned),
-        )
+        inputs = [*traced_state.inputs, *of_batch]
+        trace = StepTrace(step, inputs, traced_state, left_out, batch, generators)
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(list(map(fake_of, real)), mode)

@@ -348,7 +348,7 @@ class _Extension:
                 own = self._inputs[period].get(sample, sample)
                 of_layer[spec_of[own].name] = period, spec_of[sample].name
         without_grad: list[str] = []
-        for given in trace.inputs if trace.backward else ():
+        for given in trace.inputs if trace.step.backward else ():
             if given.kind is not InputKind.PARAMETER or not given.requires_grad:
                 continue
             name = given.name
