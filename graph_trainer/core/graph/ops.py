@@ -68,12 +68,8 @@ def given_value(
     none."""
     if name in kwargs:
         return kwargs[name]
-    position = _positions(op).get(name)
-    if position is None:
-        return default
-    if position < len(args):
-        return args[position]
-    return _defaults(op).get(name, default)
+    position = _positions(op).get(name, len(args))
+    return args[position] if position < len(args) else _defaults(op).get(name, default)
 
 
 @functools.cache
@@ -429,9 +425,6 @@ def _new_storages(node: fx.Node) -> ValueStorages:
 
     Results that are not tensors, such as gradients that are not needed, are counted too.
     """
-    result = value_of(node)
-    if not isinstance(result, (list, tuple)):
-        return (node, 0)
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:
@@ -439,7 +432,7 @@ def _new_storages(node: fx.Node) -> ValueStorages:
             return [number(part) for part in value]
         return (node, next(place))
 
-    return number(result)
+    return number(value_of(node))
 
 
 def erase_unused(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:

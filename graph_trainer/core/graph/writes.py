@@ -81,8 +81,7 @@ class AccessOrder:
         """
         now = access_order(joint.graph)
         written = {root for root, _ in now.writers}
-        placeholders = joint.graph.find_nodes(op="placeholder")
-        for spec, nodes in with_parts(joint.signature.inputs, placeholders):
+        for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
             if spec.mutated and written.isdisjoint(nodes):
                 raise VerificationError(
                     f"{spec.kind.value} '{spec.name}' is written by the step and no node writes "
