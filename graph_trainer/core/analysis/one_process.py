@@ -150,11 +150,8 @@ def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
     is 1, since a step may divide by it. Strides are those of the graph.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = []
-    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
-        for node in nodes:
-            made.append(_like(tensor_of(node), spec.kind, generator))
-    return made
+    pairs = with_parts(joint.signature.inputs, joint.placeholders())
+    return [_like(tensor_of(n), spec.kind, generator) for spec, nodes in pairs for n in nodes]
 
 
 def _like(fake: torch.Tensor, kind: InputKind, generator: torch.Generator) -> torch.Tensor:

@@ -29,7 +29,8 @@ from graph_trainer.core.graph.annotations import (
     renamed_annotations,
     value_of,
 )
-from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
+from graph_trainer.core.graph.data_sizes import depends_on_data, exact_layout, has_data_sizes
+from graph_trainer.core.graph.ops import argument_nodes
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import node_like
 from graph_trainer.core.graph.subclasses import unwrap
@@ -219,8 +220,7 @@ class _Extension:
 
     def _reads(self, node: fx.Node) -> list[fx.Node]:
         """List the nodes that a node reads, in order and each as often as it is read."""
-        read: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), read.append)
+        read = argument_nodes((node.args, node.kwargs))
         return [self._alias_of.get(each, each) for each in read]
 
     def _is_alike(self, node: fx.Node, its: fx.Node, period: int) -> bool:
@@ -285,7 +285,7 @@ class _Extension:
             annotated = [tuple(annotations_of(node).items()) for node in pattern]
             samples = dict(zip(annotated, pattern, strict=True))
             values = [pytree.tree_flatten(value_of(node)) for node in pattern]
-            of_data = [any(map(_depends_on_data, leaves)) for leaves, _ in values]
+            of_data = [any(map(depends_on_data, leaves)) for leaves, _ in values]
             copied_names = names.of_copies(phase, len(periods))
             for period, node_names in zip(periods, copied_names, strict=True):
                 reads = dict(zip(from_outside, map(read_by(period), from_outside), strict=True))
@@ -436,9 +436,3 @@ def _described(node: fx.Node) -> list[object]:
             sizes = value.ndim if has_data_sizes(value) else exact_layout(value)
             described.append((value.dtype, value.device, value.requires_grad, sizes))
     return described
-
-
-def _depends_on_data(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return has_data_sizes(value)
-    return isinstance(value, torch.SymInt)

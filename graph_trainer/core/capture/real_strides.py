@@ -16,7 +16,7 @@ from torch import fx
 
 from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import value_of
-from graph_trainer.core.graph.data_sizes import DataSizes, has_data_sizes
+from graph_trainer.core.graph.data_sizes import DataSizes, depends_on_data
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.torch_private import (
     DataDependentOutputException,
@@ -116,9 +116,7 @@ class _Dispatch:
             return result
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        if self._mode.shape_env is not None and (
-            any(map(has_data_sizes, tensors)) or any(isinstance(v, torch.SymInt) for v in given)
-        ):
+        if self._mode.shape_env is not None and any(map(depends_on_data, given)):
             return result
         if all(t.is_contiguous() for t in tensors) or not all(map(_is_here, tensors)):
             return result
