@@ -28,12 +28,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.repeated_layers import (
-    NotRepeated,
-    Repetition,
-    refuse_left_out_among_constants,
-    repetition_in,
-)
+from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -206,8 +201,7 @@ def _captured(
         UserGenerators() as generators,
     ):
         graph_module, trace = traced()
-        refuse_left_out_among_constants(graph_module, trace.apart)
-        refuse_state_among_constants(graph_module, state)
+        refuse_state_among_constants(graph_module, state, trace.apart)
         changes = python.changes()
         if changes or generators.seen or users_own:
             generators.second_trace()

@@ -87,14 +87,11 @@ def _add_inputs(
         samples.update({id(tensor): sample for sample, tensor in tensors.items()})
     of_traced = list(with_parts(trace.inputs, graph.find_nodes(op="placeholder")))
     count = len(trace.state.tensors)
-    mutated = {
-        id(tensor): spec.mutated
-        for spec, tensor in zip(trace.inputs[:count], trace.state.tensors, strict=True)
-    }
-    placeholders = {
-        id(tensor): nodes
-        for (_, nodes), tensor in zip(of_traced[:count], trace.state.tensors, strict=True)
-    }
+    mutated: dict[int, bool] = {}
+    placeholders: dict[int, tuple[fx.Node, ...]] = {}
+    for (spec, nodes), tensor in zip(of_traced[:count], trace.state.tensors, strict=True):
+        mutated[id(tensor)] = spec.mutated
+        placeholders[id(tensor)] = nodes
     end = next(node for node in graph.nodes if node.op != "placeholder")
     following = next((nodes[0] for _, nodes in of_traced[count:] if nodes), end)
     for tensor in reversed(state.tensors):
@@ -339,9 +336,8 @@ class _Extension:
             outputs.append(spec)  # detached from what a layer computes, by an op of no layer
             returned += [made[node] for node in nodes]
         # by name of a parameter of the pattern or of a copy, its period and that of the pattern
-        spec_of = {}
-        for taken, nodes in with_parts(trace.inputs, self._graph.find_nodes(op="placeholder")):
-            spec_of[nodes[0]] = taken
+        taken = with_parts(trace.inputs, self._graph.find_nodes(op="placeholder"))
+        spec_of = {nodes[0]: spec for spec, nodes in taken}
         of_layer: dict[str, tuple[int, str]] = {}
         for period in range(1, self._last):
             for sample in self._own & spec_of.keys():
