@@ -48,7 +48,6 @@ _RUN_ONCE = {
     "wrap_with_set_grad_enabled",
 }
 
-
 _RANKS_SHOWN = 16
 
 Inputs = tuple[tuple[str, int], ...]

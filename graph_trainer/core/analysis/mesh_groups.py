@@ -57,7 +57,6 @@ def partition_of(meshes: list[torch.Tensor], ranks: Ranks) -> Partition | None:
 
     Args:
         meshes: the ranks of the world, each once, by coordinates.
-        ranks: the ranks of the group.
     """
     for mesh in meshes:
         axes = _axes_of(mesh, ranks)
@@ -160,9 +159,7 @@ class RankClasses:
     def classes_in_group(self, rank: int, axes: Axes) -> Ranks:
         """Return the representatives of all classes in a group, sorted; all are in the group.
 
-        Args:
-            rank: a representative in the group.
-            axes: the axes along which the group lies.
+        `rank` is one of them, and `axes` are the axes along which the group lies.
         """
         group = next(group for group in _groups(self._mesh, axes) if rank in group)
         return tuple(sorted({self.representative_of(member) for member in group}))

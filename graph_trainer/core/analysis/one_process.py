@@ -41,7 +41,6 @@ class OneProcess(Observed):
     """Runs a graph as one rank, with collectives as functions of what this rank sends.
 
     Args:
-        module: the graph.
         alike: whether the other ranks hold exactly what this rank holds.
         observe: called with every node and its value.
     """
@@ -194,8 +193,7 @@ def run(
     Args:
         joint: the graph; no process group is used, whatever its collectives name.
         values: of the placeholders, which stay as they are; by default `values_for(joint)`.
-        alike: whether the other ranks hold exactly what this rank holds.
-        observe: called with every node and its value.
+        alike, observe: as of `OneProcess`.
 
     Returns:
         copies of what the graph returns and, after them, what it leaves in its inputs.

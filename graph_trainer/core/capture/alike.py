@@ -55,8 +55,7 @@ def compare(
     layouts. Linear in what the modules hold.
 
     Args:
-        first, second: the modules.
-        names: their FQNs; a number at the end is that in the stack.
+        names: the modules' FQNs; a number at the end is that in the stack.
         inputs: the tensors that are inputs of the step, by id.
 
     Returns:

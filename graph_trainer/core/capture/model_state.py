@@ -113,10 +113,6 @@ def refuse_state_among_constants(
 def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor, backward: bool) -> None:
     """Refuse a tensor of the batch whose gradient eager would carry further than a step does.
 
-    Args:
-        spec, tensor: the input and its value.
-        backward: whether the step computes gradients.
-
     Raises:
         CaptureError: with the argument of the batch.
     """

@@ -189,9 +189,6 @@ class UserGenerators:
     Each gets a seed of ours when it is seen first, and the next one with every draw. One that has
     another seed when the step is traced a second time was made or seeded by the step; one that has
     a seed of ours from before was restored.
-
-    Attributes:
-        seen: whether there are any.
     """
 
     def __init__(self) -> None:
@@ -204,6 +201,7 @@ class UserGenerators:
 
     @property
     def seen(self) -> bool:
+        """Whether there are any."""
         return bool(self._states)
 
     def __enter__(self) -> UserGenerators:

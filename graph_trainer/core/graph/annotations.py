@@ -168,12 +168,7 @@ def annotations_of(node: fx.Node) -> Mapping[str, str]:
 
 
 def renamed_annotations(node: fx.Node, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the annotations of a node with what is of some modules given to others.
-
-    Args:
-        node: any node.
-        names: by FQN of a module, the other's.
-    """
+    """Return the annotations of a node with modules renamed: `names` has the new FQN of each."""
     renamed = dict(annotations_of(node))
     for key, value in renamed.items():
         for first, second in names.items():

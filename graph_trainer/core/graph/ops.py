@@ -139,12 +139,8 @@ def may_write(target: object) -> bool:
 
 
 def written_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """List the arguments of a call of an op that it writes in place, undeclared writes included.
-
-    Args:
-        op: an OpOverload.
-        args, kwargs: of the call: nodes, or tensors.
-    """
+    """List the arguments (nodes, or tensors) that a call of an OpOverload writes in place,
+    undeclared writes included."""
     schema = op._schema
     if _namespace(schema) == IN_PLACE_NAMESPACE:
         return [*args, *kwargs.values()]

@@ -212,16 +212,15 @@ def simple_fsdp(
                 f"module '{name}' is scripted or traced by torch.jit, which reads its parameters "
                 "by itself: shard the Python module that it was made of"
             )
+    policy = mp_policy or MixedPrecisionPolicy()
+    divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
+    sharded: dict[int, tuple[nn.Parameter, _Sharding]] = {}
     for fqn, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(
                 f"parameter '{fqn}' has no shape yet: run the model once on a batch, which "
                 "initializes lazy modules, before it is sharded"
             )
-    policy = mp_policy or MixedPrecisionPolicy()
-    divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
-    sharded: dict[int, tuple[nn.Parameter, _Sharding]] = {}
-    for fqn, parameter in model.named_parameters():
         fqn = clean_fqn(fqn)
         over = shard_over(fqn, parameter) if shard_over is not None else None
         over = over or ShardOver(mesh=mesh, mode=mode)
