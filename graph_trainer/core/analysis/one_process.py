@@ -18,7 +18,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.graph.annotations import tensor_of
-from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
+from graph_trainer.core.graph.collective_kinds import KINDS, Effect, kind_of_op
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import given_value
@@ -28,12 +28,7 @@ from graph_trainer.errors import VerificationError
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 """Reductions that can be simulated."""
-SIMULATED = {
-    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
-    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
-    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
-    *("all_to_all_single", "broadcast", "broadcast_"),
-}
+SIMULATED = {op for op, kind in KINDS.items() if kind.effect is Effect.STARTS and not kind.paired}
 """Functional collectives that can be simulated, by name without the namespace."""
 
 
