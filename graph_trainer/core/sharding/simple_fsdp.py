@@ -226,7 +226,7 @@ def simple_fsdp(
         over = over or ShardOver(mesh=mesh, mode=mode)
         _check_mode(over.mode, over.mesh)
         sharded[id(parameter)] = _shard(fqn, parameter, over, policy, divisor)
-    classes: dict[tuple[type, tuple[str, ...]], type] = {}
+    reading_class: Any = functools.cache(_reading_class)  # one for each class
     for module in list(model.modules()):
         direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not direct:
@@ -236,10 +236,7 @@ def simple_fsdp(
         }
         for name, parameter in direct.items():
             module.register_parameter(name, sharded[id(parameter)][0])
-        key = (type(module), tuple(direct))
-        if key not in classes:
-            classes[key] = _reading_class(*key)
-        module.__class__ = classes[key]
+        module.__class__ = reading_class(type(module), tuple(direct))
     return model
 
 
