@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.signature import Input, InputKind
+from graph_trainer.core.graph.signature import Input, with_parts
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.torch_private_groups import mesh_slices
 
@@ -75,13 +75,12 @@ def meshes_of(joint: JointGraph, world_size: int) -> list[torch.Tensor]:
 
 
 def dtensors_of(joint: JointGraph) -> Iterator[tuple[Input, DTensor]]:
-    """Yield the inputs of a graph that are DTensors, kind by kind."""
-    for kind in InputKind:
-        for spec, nodes in joint.inputs_of(kind):
-            if spec.layout.subclass is DTensor:
-                tensor = wrap([value_of(n) for n in nodes], spec.layout)
-                assert isinstance(tensor, DTensor)
-                yield spec, tensor
+    """Yield the inputs of a graph that are DTensors."""
+    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
+        if spec.layout.subclass is DTensor:
+            tensor = wrap([value_of(n) for n in nodes], spec.layout)
+            assert isinstance(tensor, DTensor)
+            yield spec, tensor
 
 
 def joined(inner: Partition, outer: Partition) -> Partition | None:

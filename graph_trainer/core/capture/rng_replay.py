@@ -241,14 +241,10 @@ def _own_generator(given: Iterable[Any]) -> torch.Generator | None:
 
     Checkpointing does not restore its state, so a recomputation draws other numbers in eager too.
     """
-    for value in given:
-        # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
-        if (
-            isinstance(value, torch.Generator)
-            and value.initial_seed() != torch.random.default_generator.initial_seed()
-        ):
-            return value
-    return None
+    # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
+    mark = torch.random.default_generator.initial_seed()
+    generators = (value for value in given if isinstance(value, torch.Generator))
+    return next((each for each in generators if each.initial_seed() != mark), None)
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
