@@ -203,8 +203,7 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
             for name, each in attributes.items()
             if name not in unread and (name not in _HOOKS or each)
         }
-        if not _HOOKS.isdisjoint(attributes):  # in most modules there are none
-            attributes.update(_hooks_in(value))
+        attributes.update(_hooks_in(value))
     for name in slots:
         if hasattr(value, name):
             attributes[name] = getattr(value, name)

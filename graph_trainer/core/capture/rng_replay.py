@@ -55,8 +55,7 @@ class RandomDraws(TorchDispatchMode):
     """Write onto every random node of a trace on fake tensors which draw of the step it is.
 
     The generator's state from before the trace is restored at the end. Draws within the subgraphs
-    of a higher-order op are not seen here: the op is only marked where a recomputation runs it
-    again.
+    of a higher-order op are not seen here: the op is marked only where it is run again.
     """
 
     supports_higher_order_operators = True

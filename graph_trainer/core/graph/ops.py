@@ -64,8 +64,7 @@ def argument(node: fx.Node, name: str, default: object = None) -> Any:
 def given_value(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: object = None
 ) -> Any:
-    """Return an argument of a call of an op by its name in the schema, `default` where it has
-    none."""
+    """Return an argument of an op's call by its name in the schema, `default` where it has none."""
     if name in kwargs:
         return kwargs[name]
     position = _positions(op).get(name, len(args))
