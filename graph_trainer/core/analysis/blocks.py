@@ -37,8 +37,7 @@ def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
 def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
     """Return, for each block by its FQN, the tensors that its forward reads from outside the block.
 
-    Each is listed for its first reader. Parameters and inputs of the step are left out. Linear in
-    nodes.
+    Each is listed for its first reader. Parameters and the step's inputs are left out. Linear.
     """
     parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
     inputs: dict[str, list[fx.Node]] = {}

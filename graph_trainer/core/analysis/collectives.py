@@ -48,7 +48,6 @@ _RUN_ONCE = {
     "wrap_with_set_grad_enabled",
 }
 
-
 _RANKS_SHOWN = 16
 
 Inputs = tuple[tuple[str, int], ...]
@@ -77,8 +76,7 @@ class Collective:
     phase: Phase | None
     module: str | None
     parameter: str | None
-    """FQN of the parameter that it gathers or whose gradient it reduces; those of a bucket,
-    joined."""
+    """FQN of the parameter that it gathers or whose gradient it reduces; a bucket's are joined."""
     waited_after: int | None = None
     """How many collectives are issued before the wait for this one; None without a wait."""
 

@@ -25,7 +25,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
     Storage,
     ValueStorages,
-    collective_kinds,
+    collective_kind,
     storages_in,
     value_storages,
 )
@@ -74,16 +74,10 @@ def lifetimes(
             memory are counted apart, as what torch's allocator of pinned memory takes for them: a
             power of two each.
     """
-    if not scratch and not host_is_device:
-        return _plain_lifetimes(joint.graph)
-    return _lifetimes(joint.graph, scratch or {}, host_is_device)
-
-
-def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: bool) -> Lifetimes:
-    uses, size = _uses(graph), dict(_sizes(graph))
+    uses, size = _uses(joint.graph), dict(_sizes(joint.graph))
     born = {storage: uses.position[storage[0]] for storage in size}
     last_use = {storage: uses.last.get(storage, place) for storage, place in born.items()}
-    for node, num in scratch.items():
+    for node, num in (scratch or {}).items():
         storage = (node, SCRATCH)
         size[storage], born[storage] = num, uses.position[node]
         last_use[storage] = uses.waited.get(node, born[storage])
@@ -97,11 +91,6 @@ def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: 
         return live_bytes(len(uses.position), lifespans)
 
     return Lifetimes(live(size), born, last_use, size, max(live(on_host), default=0))
-
-
-@once_per_graph
-def _plain_lifetimes(graph: fx.Graph) -> Lifetimes:
-    return _lifetimes(graph, {}, False)
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
@@ -141,7 +130,7 @@ class _Uses:
 
 @once_per_graph
 def _uses(graph: fx.Graph) -> _Uses:
-    results, kinds = value_storages(graph), collective_kinds(graph)
+    results = value_storages(graph)
     position = {node: place for place, node in enumerate(graph.nodes)}
     last: dict[Storage, int] = {}
     waited: dict[fx.Node, int] = {}
@@ -149,15 +138,11 @@ def _uses(graph: fx.Graph) -> _Uses:
 
     def use(nodes: Iterable[fx.Node], place: int) -> None:
         for node in nodes:
-            storages = results[node]
-            if isinstance(storages, tuple):
-                last[storages] = place
-            else:
-                last.update(dict.fromkeys(storages_in(storages), place))
+            last.update(dict.fromkeys(storages_in(results[node]), place))
 
     for node, place in position.items():
         use(inputs_of(node), place)
-        kind = kinds[node]
+        kind = collective_kind(node)
         if kind is None:
             continue
         if kind.effect is Effect.STARTS:

@@ -107,11 +107,10 @@ def memory_of(
         scratch, host_is_device: as for `lifetimes`.
     """
     lives = lifetimes(joint, scratch=scratch, host_is_device=host_is_device)
-    last_use = lives.last_use | {
-        s: max(place, lives.last_use[s])
-        for s, place in (kept_until or {}).items()
-        if s in lives.last_use
-    }
+    last_use = dict(lives.last_use)
+    for storage, place in (kept_until or {}).items():
+        if storage in last_use:
+            last_use[storage] = max(place, last_use[storage])
     order = list(joint.graph.nodes)
     size = {s: b for s, b in lives.size.items() if not not_allocated or s not in not_allocated}
     roots = storage_roots(joint.graph)
@@ -164,10 +163,5 @@ def memory_of(
 
 def given_bytes(joint: JointGraph, *kinds: InputKind) -> int:
     """Return the bytes of all inputs of some kinds on this rank."""
-    return sum(
-        storage_bytes(t)
-        for kind in kinds
-        for _, nodes in joint.inputs_of(kind)
-        for node in nodes
-        for t in tensors_of(node)
-    )
+    given = (node for kind in kinds for _, nodes in joint.inputs_of(kind) for node in nodes)
+    return sum(storage_bytes(tensor) for node in given for tensor in tensors_of(node))

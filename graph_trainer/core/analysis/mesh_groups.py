@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.signature import Input, InputKind
+from graph_trainer.core.graph.signature import Input, with_parts
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.torch_private_groups import mesh_slices
 
@@ -57,7 +57,6 @@ def partition_of(meshes: list[torch.Tensor], ranks: Ranks) -> Partition | None:
 
     Args:
         meshes: the ranks of the world, each once, by coordinates.
-        ranks: the ranks of the group.
     """
     for mesh in meshes:
         axes = _axes_of(mesh, ranks)
@@ -76,13 +75,12 @@ def meshes_of(joint: JointGraph, world_size: int) -> list[torch.Tensor]:
 
 
 def dtensors_of(joint: JointGraph) -> Iterator[tuple[Input, DTensor]]:
-    """Yield the inputs of a graph that are DTensors, kind by kind."""
-    for kind in InputKind:
-        for spec, nodes in joint.inputs_of(kind):
-            if spec.layout.subclass is DTensor:
-                tensor = wrap([value_of(n) for n in nodes], spec.layout)
-                assert isinstance(tensor, DTensor)
-                yield spec, tensor
+    """Yield the inputs of a graph that are DTensors."""
+    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
+        if spec.layout.subclass is DTensor:
+            tensor = wrap([value_of(n) for n in nodes], spec.layout)
+            assert isinstance(tensor, DTensor)
+            yield spec, tensor
 
 
 def joined(inner: Partition, outer: Partition) -> Partition | None:
@@ -160,9 +158,7 @@ class RankClasses:
     def classes_in_group(self, rank: int, axes: Axes) -> Ranks:
         """Return the representatives of all classes in a group, sorted; all are in the group.
 
-        Args:
-            rank: a representative in the group.
-            axes: the axes along which the group lies.
+        `rank` is one of them, and `axes` are the axes along which the group lies.
         """
         group = next(group for group in _groups(self._mesh, axes) if rank in group)
         return tuple(sorted({self.representative_of(member) for member in group}))

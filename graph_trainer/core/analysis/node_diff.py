@@ -182,14 +182,10 @@ def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> f
     """
     roots = storage_roots(joint.graph)
     output = joint.output_node()
-    returned: list[fx.Node] = []
-    for spec, nodes in with_parts(joint.signature.outputs, joint.output_values()):
-        if result_name(spec) in differing:
-            returned += nodes
-    storages: set[Storage] = set()
-    for given, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
-        if result_name(given) in differing:
-            storages.update(roots[node] for node in nodes)
+    outputs = with_parts(joint.signature.outputs, joint.output_values())
+    returned = [n for spec, nodes in outputs if result_name(spec) in differing for n in nodes]
+    inputs = with_parts(joint.signature.inputs, joint.placeholders())
+    storages = {roots[n] for spec, nodes in inputs if result_name(spec) in differing for n in nodes}
     read = {output} if returned else set()
     first: fx.Node | None = None
     for node in reversed(joint.graph.nodes):

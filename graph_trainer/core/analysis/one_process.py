@@ -18,7 +18,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.graph.annotations import tensor_of
-from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
+from graph_trainer.core.graph.collective_kinds import KINDS, Effect, kind_of_op
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import given_value
@@ -28,12 +28,7 @@ from graph_trainer.errors import VerificationError
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 """Reductions that can be simulated."""
-SIMULATED = {
-    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
-    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
-    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
-    *("all_to_all_single", "broadcast", "broadcast_"),
-}
+SIMULATED = {op for op, kind in KINDS.items() if kind.effect is Effect.STARTS and not kind.paired}
 """Functional collectives that can be simulated, by name without the namespace."""
 
 
@@ -41,7 +36,6 @@ class OneProcess(Observed):
     """Runs a graph as one rank, with collectives as functions of what this rank sends.
 
     Args:
-        module: the graph.
         alike: whether the other ranks hold exactly what this rank holds.
         observe: called with every node and its value.
     """
@@ -150,11 +144,8 @@ def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
     is 1, since a step may divide by it. Strides are those of the graph.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = []
-    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
-        for node in nodes:
-            made.append(_like(tensor_of(node), spec.kind, generator))
-    return made
+    pairs = with_parts(joint.signature.inputs, joint.placeholders())
+    return [_like(tensor_of(n), spec.kind, generator) for spec, nodes in pairs for n in nodes]
 
 
 def _like(fake: torch.Tensor, kind: InputKind, generator: torch.Generator) -> torch.Tensor:
@@ -197,8 +188,7 @@ def run(
     Args:
         joint: the graph; no process group is used, whatever its collectives name.
         values: of the placeholders, which stay as they are; by default `values_for(joint)`.
-        alike: whether the other ranks hold exactly what this rank holds.
-        observe: called with every node and its value.
+        alike, observe: as of `OneProcess`.
 
     Returns:
         copies of what the graph returns and, after them, what it leaves in its inputs.

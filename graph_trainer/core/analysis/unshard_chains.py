@@ -96,16 +96,9 @@ def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
     blocks, or with no parameter after them: the parameters of the module that is read last.
     """
     position = {node: i for i, node in enumerate(joint.graph.nodes)}
-    blocks_end = max(
-        (
-            position[node]
-            for chain in chains
-            if block_of(chain.parameter) is not None
-            for node in chain.forward_readers
-        ),
-        default=-1,
-    )
     ends = {c.parameter: max((position[n] for n in c.forward_readers), default=-1) for c in chains}
+    ends_of_blocks = (end for name, end in ends.items() if block_of(name) is not None)
+    blocks_end = max(ends_of_blocks, default=-1)
     after = {name for name, end in ends.items() if end > blocks_end}
     if blocks_end >= 0 and after:
         return after

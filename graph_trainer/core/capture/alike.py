@@ -55,8 +55,7 @@ def compare(
     layouts. Linear in what the modules hold.
 
     Args:
-        first, second: the modules.
-        names: their FQNs; a number at the end is that in the stack.
+        names: the modules' FQNs; a number at the end is that in the stack.
         inputs: the tensors that are inputs of the step, by id.
 
     Returns:
@@ -102,8 +101,6 @@ class _Walk:
                 continue
             there[id(one)], back[id(other)] = other, one
             self._alive += one, other
-            if type(one) in (dict, list) and not one and not other:  # as many are
-                continue
             if isinstance(one, torch.Tensor):
                 self._check_tensors(one, other)
             elif one is other:
@@ -161,7 +158,6 @@ def _is_compared_by_torch(value: Any) -> bool:
     return kind.__module__.partition(".")[0] == "torch" and _has_own_eq(kind)
 
 
-@functools.lru_cache
 def _has_own_eq(kind: Any) -> bool:
     return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
 
@@ -207,20 +203,17 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
             for name, each in attributes.items()
             if name not in unread and (name not in _HOOKS or each)
         }
-        if not _HOOKS.isdisjoint(attributes):  # in most modules there are none
-            attributes.update(_hooks_in(value))
+        attributes.update(_hooks_in(value))
     for name in slots:
         if hasattr(value, name):
             attributes[name] = getattr(value, name)
     return (*attributes.keys(), *attributes.values())
 
 
-@functools.lru_cache
 def _is_of_torchtitan(kind: Any) -> bool:
     return any(base.__module__.startswith("torchtitan.") for base in kind.__mro__)
 
 
-@functools.lru_cache
 def _slots_of(kind: Any) -> list[str] | None:
     """List the attributes of a class that are slots; None for a class of C++, or one derived
     from it, in which there is more to see than attributes."""

@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,12 +27,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.repeated_layers import (
-    NotRepeated,
-    Repetition,
-    refuse_left_out_among_constants,
-    repetition_in,
-)
+from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -41,18 +35,17 @@ from graph_trainer.core.capture.rng_replay import (
 )
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
-from graph_trainer.core.capture.trace import LossFn, StepTrace
+from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
-from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
-from graph_trainer.core.graph.returned import Returned, scalar_loss
+from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.graph.writes import writes_of
-from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node, storage_id
+from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -113,20 +106,6 @@ def capture(
     return capture_step(step, full_capture)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """What is captured; see `capture`."""
-
-    model: nn.Module
-    loss_fn: LossFn
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    backward: bool
-    meta_as: torch.device | str
-    returned: Returned
-    """Takes what the function returns."""
-
-
 def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
     """Trace a step, or of its alike layers some and copy their nodes; see `capture`."""
     state = state_of(step.model)
@@ -184,32 +163,22 @@ def _captured(
     made: list[weakref.ref[torch.Tensor]] = []
 
     meta_as = torch.device(step.meta_as)
-    storages = Counter(map(storage_id, _parts(state.tensors) if repetition else ()))
 
     def fake_of(part: torch.Tensor) -> torch.Tensor:
         """Make the fake tensor of a plain one."""
+        part = part.detach()
         if part.is_meta and meta_as.type != "meta":
             return fake_like(part, part.shape, part.stride(), mode, meta_as)
         return mode.from_tensor(part)
 
-    def fake_of_left_out(part: torch.Tensor) -> torch.Tensor:
-        """As `fake_of`, in a tenth of the time where nothing else is in the storage."""
-        part = part.detach()
-        if storages[storage_id(part)] > 1 or not _fills_its_storage(part):
-            return fake_of(part)
-        device = meta_as if part.is_meta else part.device
-        return fake_like(part, part.shape, part.stride(), mode, device)
-
     def traced() -> tuple[fx.GraphModule, StepTrace]:
         left_out = []
         for spec, tensor in zip(apart.inputs, apart.tensors, strict=True):
-            stand_in = wrap(list(map(fake_of_left_out, unwrap(tensor)[0])), spec.layout)
+            stand_in = wrap(list(map(fake_of, unwrap(tensor)[0])), spec.layout)
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
-        trace = StepTrace(
-            *(model, loss_fn, [*traced_state.inputs, *of_batch], traced_state, left_out, batch),
-            *(backward, generators, step.returned),
-        )
+        inputs = [*traced_state.inputs, *of_batch]
+        trace = StepTrace(step, inputs, traced_state, left_out, batch, generators)
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(list(map(fake_of, real)), mode)
@@ -222,14 +191,11 @@ def _captured(
         UserGenerators() as generators,
     ):
         graph_module, trace = traced()
-        refuse_left_out_among_constants(graph_module, trace.apart)
-        refuse_state_among_constants(graph_module, state)
+        refuse_state_among_constants(graph_module, state, trace.apart)
         changes = python.changes()
         if changes or generators.seen or users_own:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
-        else:
-            python.keep_as_it_is()
     # what it writes: a layer that is left out writes what its sample does
     graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()
     trace.inputs = [
@@ -239,7 +205,7 @@ def _captured(
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-        graph_module = extend(graph_module, trace, repetition, state, fake_of_left_out)
+        graph_module = extend(graph_module, trace, repetition, state, fake_of)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs: 'layers_0_wo_weight', not 'arg0_17'
     graph = graph_module.graph
@@ -272,8 +238,3 @@ def _captured(
 def _parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the plain tensors that tensors consist of, as tensors of their own."""
     return [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
-
-
-def _fills_its_storage(part: torch.Tensor) -> bool:
-    unread = part.storage_offset() or part.is_conj() or part.is_neg()
-    return not unread and storage_bytes(part) == part.untyped_storage().nbytes()

@@ -29,7 +29,8 @@ from graph_trainer.core.graph.annotations import (
     renamed_annotations,
     value_of,
 )
-from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
+from graph_trainer.core.graph.data_sizes import depends_on_data, exact_layout, has_data_sizes
+from graph_trainer.core.graph.ops import argument_nodes
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import node_like
 from graph_trainer.core.graph.subclasses import unwrap
@@ -86,14 +87,11 @@ def _add_inputs(
         samples.update({id(tensor): sample for sample, tensor in tensors.items()})
     of_traced = list(with_parts(trace.inputs, graph.find_nodes(op="placeholder")))
     count = len(trace.state.tensors)
-    mutated = {
-        id(tensor): spec.mutated
-        for spec, tensor in zip(trace.inputs[:count], trace.state.tensors, strict=True)
-    }
-    placeholders = {
-        id(tensor): nodes
-        for (_, nodes), tensor in zip(of_traced[:count], trace.state.tensors, strict=True)
-    }
+    mutated: dict[int, bool] = {}
+    placeholders: dict[int, tuple[fx.Node, ...]] = {}
+    for (spec, nodes), tensor in zip(of_traced[:count], trace.state.tensors, strict=True):
+        mutated[id(tensor)] = spec.mutated
+        placeholders[id(tensor)] = nodes
     end = next(node for node in graph.nodes if node.op != "placeholder")
     following = next((nodes[0] for _, nodes in of_traced[count:] if nodes), end)
     for tensor in reversed(state.tensors):
@@ -219,8 +217,7 @@ class _Extension:
 
     def _reads(self, node: fx.Node) -> list[fx.Node]:
         """List the nodes that a node reads, in order and each as often as it is read."""
-        read: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), read.append)
+        read = argument_nodes((node.args, node.kwargs))
         return [self._alias_of.get(each, each) for each in read]
 
     def _is_alike(self, node: fx.Node, its: fx.Node, period: int) -> bool:
@@ -282,18 +279,15 @@ class _Extension:
             # what all copies have in common is looked up once
             from_outside = {each for node in pattern for each in node.all_input_nodes}
             from_outside.difference_update(pattern)
-            annotated = [tuple(annotations_of(node).items()) for node in pattern]
-            samples = dict(zip(annotated, pattern, strict=True))
             values = [pytree.tree_flatten(value_of(node)) for node in pattern]
-            of_data = [any(map(_depends_on_data, leaves)) for leaves, _ in values]
+            of_data = [any(map(depends_on_data, leaves)) for leaves, _ in values]
             copied_names = names.of_copies(phase, len(periods))
             for period, node_names in zip(periods, copied_names, strict=True):
                 reads = dict(zip(from_outside, map(read_by(period), from_outside), strict=True))
                 layers = self._names[period]
-                renamed = {key: renamed_annotations(n, layers) for key, n in samples.items()}
                 for position, node in enumerate(pattern):
                     new = node_like(graph, node, reads.__getitem__, node_names[position])
-                    new.meta.update(node.meta, custom=renamed[annotated[position]])
+                    new.meta.update(node.meta, custom=renamed_annotations(node, layers))
                     if of_data[position]:
                         leaves, structure = values[position]
                         own = [value_of_copy(leaf, sizes[period]) for leaf in leaves]
@@ -339,16 +333,15 @@ class _Extension:
             outputs.append(spec)  # detached from what a layer computes, by an op of no layer
             returned += [made[node] for node in nodes]
         # by name of a parameter of the pattern or of a copy, its period and that of the pattern
-        spec_of = {}
-        for taken, nodes in with_parts(trace.inputs, self._graph.find_nodes(op="placeholder")):
-            spec_of[nodes[0]] = taken
+        taken = with_parts(trace.inputs, self._graph.find_nodes(op="placeholder"))
+        spec_of = {nodes[0]: spec for spec, nodes in taken}
         of_layer: dict[str, tuple[int, str]] = {}
         for period in range(1, self._last):
             for sample in self._own & spec_of.keys():
                 own = self._inputs[period].get(sample, sample)
                 of_layer[spec_of[own].name] = period, spec_of[sample].name
         without_grad: list[str] = []
-        for given in trace.inputs if trace.backward else ():
+        for given in trace.inputs if trace.step.backward else ():
             if given.kind is not InputKind.PARAMETER or not given.requires_grad:
                 continue
             name = given.name
@@ -436,9 +429,3 @@ def _described(node: fx.Node) -> list[object]:
             sizes = value.ndim if has_data_sizes(value) else exact_layout(value)
             described.append((value.dtype, value.device, value.requires_grad, sizes))
     return described
-
-
-def _depends_on_data(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return has_data_sizes(value)
-    return isinstance(value, torch.SymInt)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
+from graph_trainer.core.capture.repeated_layers import NotRepeated
 from graph_trainer.core.graph.signature import Input, InputKind, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
@@ -59,7 +60,11 @@ def state_of(model: nn.Module) -> ModelState:
     return state
 
 
-def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState) -> None:
+def refuse_state_among_constants(
+    graph_module: fx.GraphModule,
+    state: ModelState,
+    apart: Iterable[tuple[Input, torch.Tensor, torch.Tensor]],
+) -> None:
     """Refuse a constant of the graph that is a tensor of the model or requires a gradient.
 
     A tensor that forward does not read through an attribute of the model becomes a constant of
@@ -67,7 +72,11 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
 
     Raises:
         CaptureError: with the name of the tensor, or its shape and dtype.
+        NotRepeated: with the name of one whose stand-in the step uses: its layer is left out.
     """
+    of_left_out = {
+        storage_id(part): spec.name for spec, stand_in, _ in apart for part in unwrap(stand_in)[0]
+    }
     names = {
         storage_id(part): spec.name
         for spec, tensor in zip(state.inputs, state.tensors, strict=True)
@@ -77,6 +86,9 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
         constant = getattr(graph_module, str(node.target), None)
         if not isinstance(constant, torch.Tensor):
             continue
+        used = of_left_out.get(storage_id(constant))
+        if used is not None:
+            raise NotRepeated(f"the step uses '{used}' beside its layer")
         if isinstance(constant, FakeTensor):
             raise CaptureError(
                 f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} without "
@@ -100,10 +112,6 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
 
 def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor, backward: bool) -> None:
     """Refuse a tensor of the batch whose gradient eager would carry further than a step does.
-
-    Args:
-        spec, tensor: the input and its value.
-        backward: whether the step computes gradients.
 
     Raises:
         CaptureError: with the argument of the batch.

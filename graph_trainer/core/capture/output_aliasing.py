@@ -50,8 +50,7 @@ class TakenMemory:
             tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
         elif shared:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        parts, _ = unwrap(tensor)
-        for part in parts:
+        for part in unwrap(tensor)[0]:
             self._take(part)
         return tensor
 

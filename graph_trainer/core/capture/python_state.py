@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -84,10 +83,6 @@ class PythonState:
             if holder.changed():
                 holder.restore(holder.before)
 
-    def keep_as_it_is(self) -> None:
-        """Compare and restore nothing at the end: `changes` has found none, and no step follows."""
-        self._holders.clear()
-
     def changes(self) -> list[str]:
         """Return the names of what differs by now, sorted.
 
@@ -117,10 +112,6 @@ class _Holder(NamedTuple):
     def changed(self) -> list[tuple[Any, Any]]:
         """Return the keys whose entries are others than before, and what they are now."""
         now = self.read()
-        # most are as they were: compared in C
-        same_keys = self.before.keys() == now.keys()
-        if same_keys and all(map(operator.is_, self.before.values(), map(now.get, self.before))):
-            return []
         return [
             (key, now.get(key))
             for key in self.before.keys() | now.keys()

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.fx.traceback import get_current_meta
 
 from graph_trainer.core.capture.alike import Alike, Attribute, Tensors, compare
 from graph_trainer.core.graph.annotations import Phase
-from graph_trainer.core.graph.signature import Input
-from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     ambient_state,
@@ -30,7 +28,6 @@ from graph_trainer.core.torch_private import (
     modules_that_look_for_hooks,
     pytree,
     reads_seen,
-    storage_id,
     without_torch_functions,
 )
 from graph_trainer.errors import CaptureError
@@ -226,29 +223,10 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
     return best
 
 
-def refuse_left_out_among_constants(
-    graph_module: fx.GraphModule, apart: Iterable[tuple[Input, torch.Tensor, torch.Tensor]]
-) -> None:
-    """Refuse a trace that used a stand-in for a tensor of a layer that is left out.
-
-    Raises:
-        NotRepeated: with the name of the tensor.
-    """
-    names = {
-        storage_id(part): spec.name for spec, stand_in, _ in apart for part in unwrap(stand_in)[0]
-    }
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        constant = getattr(graph_module, str(node.target), None)
-        if isinstance(constant, torch.Tensor) and storage_id(constant) in names:
-            raise NotRepeated(f"the step uses '{names[storage_id(constant)]}' beside its layer")
-
-
 def _longest_run(
     stack: dict[str, nn.Module], inputs: Mapping[int, torch.Tensor]
 ) -> Repetition | None:
     names, layers = list(stack), list(stack.values())
-    if len(layers) <= TRACED_PERIODS:
-        return None
     # the kind of each layer is the place of the first one that it is like
     kinds: list[int] = []
     of_kind: list[Alike] = []  # from what that first one has

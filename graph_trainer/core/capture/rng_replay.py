@@ -55,8 +55,7 @@ class RandomDraws(TorchDispatchMode):
     """Write onto every random node of a trace on fake tensors which draw of the step it is.
 
     The generator's state from before the trace is restored at the end. Draws within the subgraphs
-    of a higher-order op are not seen here: the op is only marked where a recomputation runs it
-    again.
+    of a higher-order op are not seen here: the op is marked only where it is run again.
     """
 
     supports_higher_order_operators = True
@@ -189,9 +188,6 @@ class UserGenerators:
     Each gets a seed of ours when it is seen first, and the next one with every draw. One that has
     another seed when the step is traced a second time was made or seeded by the step; one that has
     a seed of ours from before was restored.
-
-    Attributes:
-        seen: whether there are any.
     """
 
     def __init__(self) -> None:
@@ -204,6 +200,7 @@ class UserGenerators:
 
     @property
     def seen(self) -> bool:
+        """Whether there are any."""
         return bool(self._states)
 
     def __enter__(self) -> UserGenerators:
@@ -243,14 +240,10 @@ def _own_generator(given: Iterable[Any]) -> torch.Generator | None:
 
     Checkpointing does not restore its state, so a recomputation draws other numbers in eager too.
     """
-    for value in given:
-        # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
-        if (
-            isinstance(value, torch.Generator)
-            and value.initial_seed() != torch.random.default_generator.initial_seed()
-        ):
-            return value
-    return None
+    # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
+    mark = torch.random.default_generator.initial_seed()
+    generators = (value for value in given if isinstance(value, torch.Generator))
+    return next((each for each in generators if each.initial_seed() != mark), None)
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -102,7 +102,7 @@ class _Steps:
                 storage[node] = storage_id(value)
             if isinstance(constant, FakeTensor):
                 # only a step on fake tensors has made it: the one before
-                if (maker := self._kept.get(_place(constant))) is not None:
+                if (maker := self._kept.get(place_of(constant))) is not None:
                     numbers.number_alike(node, maker)
                 else:
                     numbers.number_alone(node)
@@ -157,7 +157,7 @@ class _Steps:
             self._last_write.pop(storage[node], None)
         for node in storage:
             if storage[node] not in changing:
-                self._kept[_place(values[node])] = node
+                self._kept[place_of(values[node])] = node
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
@@ -165,5 +165,6 @@ def _constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
     return constant if isinstance(constant, torch.Tensor) else None
 
 
-def _place(tensor: torch.Tensor) -> Place:
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where a tensor is in memory."""
     return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -22,6 +22,7 @@ from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
 from graph_trainer.core.capture.real_strides import let_views_copy
 from graph_trainer.core.capture.rng_replay import RandomDraws, UserGenerators, share_repeated_draws
+from graph_trainer.core.capture.second_step import place_of
 from graph_trainer.core.capture.side_effects import (
     Assignments,
     SideEffects,
@@ -52,24 +53,33 @@ from graph_trainer.errors import CaptureError, GraphTrainerError
 
 LossFn = Callable[..., torch.Tensor]
 
-_PRESERVED = torch.preserve_format
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is captured; see `capture`."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    backward: bool
+    meta_as: torch.device | str
+    returned: Returned
+    """Takes what the function returns."""
 
 
 @dataclass(slots=True)
 class StepTrace:
     """One trace of a step: the function that make_fx runs, and its outputs."""
 
-    model: nn.Module
-    loss_fn: LossFn
+    step: Step
     inputs: list[Input]
     state: ModelState
     apart: list[tuple[Input, torch.Tensor, torch.Tensor]]
     """The tensors of layers that are left out, which are not inputs of the graph. Each is described
     and has a stand-in, which the step must not use; the last is the model's tensor."""
     batch: Batch
-    backward: bool
     generators: UserGenerators
-    returned: Returned
     scopes: Scopes = field(default_factory=Scopes)
     outputs: list[Output] = field(default_factory=list)
     without_grad: list[str] = field(default_factory=list)
@@ -87,14 +97,14 @@ class StepTrace:
         try:
             with (
                 torch.inference_mode(False),
-                torch.set_grad_enabled(self.backward),
+                torch.set_grad_enabled(self.step.backward),
                 # on this thread, so that backward sees context variables and annotations
                 torch.autograd.set_multithreading_enabled(False),
                 selective_checkpoint_as_in_eager(),
                 fused_layers_as_in_eager(),
                 local_slices(lambda group: annotate(annotation(local_slice=group))),
                 mode,
-                self.scopes.trace(self.model),
+                self.scopes.trace(self.step.model),
                 Assignments(),
                 # which logs the traceback of what is explained below
                 patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True),
@@ -127,7 +137,7 @@ class StepTrace:
                     "torch.distributions take validate_args=False)"
                 )
             raise CaptureError(
-                f"{type(self.model).__name__} cannot be captured: in {where}: "
+                f"{type(self.step.model).__name__} cannot be captured: in {where}: "
                 f"{kind}: {error}{remedy}"
             ) from error
         # make_fx records that the traced function took a list: inputs and outputs become flat
@@ -160,7 +170,7 @@ class StepTrace:
             wrap(parts, spec.layout).requires_grad_(spec.requires_grad)
             for spec, parts in with_parts(self.inputs, flat)
         ]
-        before = [_place_in_memory(part) for part in flat]
+        before = [place_of(part) for part in flat]
         count = len(self.state.tensors)
         state = [*zip(self.inputs, tensors, self.state.tensors, strict=False), *self.apart]
         stand_ins = {id(real): stand_in for _, stand_in, real in state}
@@ -177,20 +187,19 @@ class StepTrace:
         leaves = [
             (spec.name, tensor)
             for spec, tensor in zip(self.inputs, tensors, strict=True)
-            if self.backward and spec.kind is InputKind.PARAMETER and spec.requires_grad
+            if self.step.backward and spec.kind is InputKind.PARAMETER and spec.requires_grad
         ]
         watched = [*leaves, *((spec.name, stand_in) for spec, stand_in, _ in self.apart)]
-        effects = SideEffects(self.made)
         # Backward runs inside too: checkpointed blocks read their parameters again there.
         with (
-            swap_tensors(self.model, stand_ins),
-            effects,
+            swap_tensors(self.step.model, stand_ins),
+            SideEffects(self.made),
             RandomDraws(self.generators),
             _autocast_cache(),
         ):
-            if self.backward:
+            if self.step.backward:
                 self._pass_on_hooks(stand_ins)
-            outputs = self.returned(self.loss_fn(self.model, *args, **kwargs))
+            outputs = self.step.returned(self.step.loss_fn(self.step.model, *args, **kwargs))
             _refuse_accumulated(watched, "loss_fn")
             roots = [tensor for _, _, tensor in outputs if tensor.requires_grad]
             if leaves and not roots:
@@ -205,7 +214,7 @@ class StepTrace:
                     ones = []
                     for place, root in enumerate(roots):  # ones, as autograd.grad would make them
                         with annotate(annotation(loss_gradient=place)):
-                            ones.append(torch.ones_like(root, memory_format=_PRESERVED))
+                            ones.append(torch.ones_like(root, memory_format=torch.preserve_format))
                     gradients = torch.autograd.grad(
                         roots, [t for _, t in leaves], ones, allow_unused=True
                     )
@@ -218,7 +227,7 @@ class StepTrace:
         for (spec, parts), places in zip(
             with_parts(self.inputs, flat), with_parts(self.inputs, before), strict=True
         ):
-            if [_place_in_memory(part) for part in parts] != list(places[1]):
+            if [place_of(part) for part in parts] != list(places[1]):
                 raise CaptureError(
                     f"the step changes the shape, the strides or the memory of "
                     f"{spec.kind.value} '{spec.name}' in place: work on a view of it, or on a copy"
@@ -276,16 +285,18 @@ class StepTrace:
             for hook in on_gradient:
                 stand_ins[id(tensor)].register_hook(hook)
 
-    def _specs(self) -> list[Input]:
-        """Return what each stand-in stands for, in their order."""
-        return [*self.state.inputs, *(spec for spec, _, _ in self.apart)]
+    def _named(
+        self, kind: InputKind, stand_ins: dict[int, torch.Tensor]
+    ) -> dict[str, tuple[Input, torch.Tensor]]:
+        """Return the stand-ins of one kind, by each of their names."""
+        specs = [*self.state.inputs, *(spec for spec, _, _ in self.apart)]
+        pairs = zip(specs, stand_ins.values(), strict=True)
+        of_kind = [(spec, tensor) for spec, tensor in pairs if spec.kind is kind]
+        return {name: pair for pair in of_kind for name in (pair[0].name, *pair[0].aliases)}
 
     def _refuse_assigned_parameters(self, stand_ins: dict[int, torch.Tensor]) -> None:
-        names = {}
-        for spec, tensor in zip(self._specs(), stand_ins.values(), strict=True):
-            if spec.kind is InputKind.PARAMETER:
-                names.update(dict.fromkeys((spec.name, *spec.aliases), tensor))
-        now = {clean_fqn(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
+        names = {n: p for n, (_, p) in self._named(InputKind.PARAMETER, stand_ins).items()}
+        now = {clean_fqn(n): p for n, p in self.step.model.named_parameters(remove_duplicate=False)}
         for name in sorted(names.keys() | now.keys()):
             if now.get(name) is not names.get(name):
                 raise CaptureError(
@@ -296,15 +307,12 @@ class StepTrace:
 
     def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:
         """Copy buffers that forward assigned into the old ones, so that the next step sees them."""
-        names = {}
-        for spec, tensor in zip(self._specs(), stand_ins.values(), strict=True):
-            names.update(dict.fromkeys((spec.name, *spec.aliases), (spec, tensor)))
-        known = {name for name, (i, _) in names.items() if i.kind is InputKind.BUFFER}
-        now = {clean_fqn(n): b for n, b in self.model.named_buffers(remove_duplicate=False)}
-        if known != now.keys():
+        names = self._named(InputKind.BUFFER, stand_ins)
+        now = {clean_fqn(n): b for n, b in self.step.model.named_buffers(remove_duplicate=False)}
+        if names.keys() != now.keys():
             raise CaptureError(
-                f"forward adds or removes buffers: {sorted(known ^ now.keys())}; a step must "
-                "leave the model with the buffers it had: register them in __init__"
+                f"forward adds or removes buffers: {sorted(names.keys() ^ now.keys())}; a step "
+                "must leave the model with the buffers it had: register them in __init__"
             )
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, buffer in now.items():
@@ -358,10 +366,6 @@ def _refuse_accumulated(leaves: list[tuple[str, torch.Tensor]], where: str) -> N
             "itself, which a captured step would lose; return the loss and let capture "
             "run backward"
         )
-
-
-def _place_in_memory(part: torch.Tensor) -> tuple[Any, ...]:
-    return (storage_id(part), part.storage_offset(), part.shape, part.stride())
 
 
 def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

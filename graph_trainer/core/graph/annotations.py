@@ -82,8 +82,6 @@ what newer ones add is weaker."""
 SEPARATOR = ", "
 """Between the FQNs of the parameters that share a bucket."""
 
-_NONE: Mapping[str, str] = {}
-
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
 
@@ -166,16 +164,11 @@ def _custom(node: fx.Node, key: str) -> str | None:
 
 def annotations_of(node: fx.Node) -> Mapping[str, str]:
     """Return the annotations of a node. A change makes new ones: these stay as they are."""
-    return node.meta.get(_CUSTOM) or _NONE
+    return node.meta.get(_CUSTOM) or {}
 
 
 def renamed_annotations(node: fx.Node, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the annotations of a node with what is of some modules given to others.
-
-    Args:
-        node: any node.
-        names: by FQN of a module, the other's.
-    """
+    """Return the annotations of a node with modules renamed: `names` has the new FQN of each."""
     renamed = dict(annotations_of(node))
     for key, value in renamed.items():
         for first, second in names.items():

@@ -16,11 +16,6 @@ class Call:
     Walking the modules and flattening the batch are most of what a check of a call costs, so each
     is done here and nowhere else.
 
-    Args:
-        model: the model.
-        args: the arguments after it.
-        kwargs: the keyword arguments; their order has no meaning.
-
     Attributes:
         modules: every module, in the order of `model.modules()`.
         training: the mode of each module.

@@ -124,7 +124,7 @@ def _facts_of(graph: fx.Graph) -> _Facts:
 
 
 @contextlib.contextmanager
-def unchanging(graph: fx.Graph) -> Iterator[None]:
+def unchanging(graph: fx.Graph) -> Iterator[_Facts]:
     """Compare a graph with what it was once, and not for each fact that is asked for inside.
 
     Nothing inside may change the graph.
@@ -132,7 +132,7 @@ def unchanging(graph: fx.Graph) -> Iterator[None]:
     facts = _facts_of(graph)
     before, facts.fixed = facts.fixed, True
     try:
-        yield
+        yield facts
     finally:
         facts.fixed = before
 
@@ -162,14 +162,10 @@ def once_per_graph(function: Callable[[fx.Graph], Fact]) -> Callable[[fx.Graph],
 
     @functools.wraps(function)
     def remembered(graph: fx.Graph) -> Fact:
-        facts = _facts_of(graph)
-        if function not in facts.of_graph:
-            before, facts.fixed = facts.fixed, True  # the function only reads
-            try:
+        with unchanging(graph) as facts:  # the function only reads
+            if function not in facts.of_graph:
                 facts.of_graph[function] = function(graph)
-            finally:
-                facts.fixed = before
-        return facts.of_graph[function]
+            return facts.of_graph[function]
 
     return remembered
 

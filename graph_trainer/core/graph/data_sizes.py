@@ -98,6 +98,13 @@ def has_data_sizes(tensor: torch.Tensor) -> bool:
     return any(type(size) is not int for size in (*tensor.shape, *tensor.stride()))
 
 
+def depends_on_data(value: object) -> bool:
+    """Tell whether a value is a size that data decide, or a tensor with one."""
+    if isinstance(value, torch.Tensor):
+        return has_data_sizes(value)
+    return isinstance(value, torch.SymInt)
+
+
 def exact_shape(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a tensor's shape to compare with others: sizes are equal where they surely are."""
     return tuple(map(_exact, tensor.shape))

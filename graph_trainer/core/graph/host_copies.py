@@ -36,7 +36,6 @@ _ops = torch.ops.graph_trainer
 OFFLOAD = _ops.offload.default
 RELOAD = _ops.reload.default
 WAIT_COPY = _ops.wait_copy.default
-WAIT_COPY_IN_PLACE = _ops.wait_copy_.default
 
 
 def is_copy_to_host(node: fx.Node) -> bool:

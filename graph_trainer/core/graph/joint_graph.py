@@ -104,9 +104,7 @@ class JointGraph:
                     yield spec.name, node
 
     def validate(self) -> None:
-        """Check the graph against its signature, its order and its annotations.
-
-        Linear in nodes.
+        """Check the graph against its signature, its order and its annotations. Linear in nodes.
 
         Raises:
             VerificationError: with the name of the node or the FQN that is wrong.

@@ -64,16 +64,11 @@ def argument(node: fx.Node, name: str, default: object = None) -> Any:
 def given_value(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: object = None
 ) -> Any:
-    """Return an argument of a call of an op by its name in the schema, `default` where it has
-    none."""
+    """Return an argument of an op's call by its name in the schema, `default` where it has none."""
     if name in kwargs:
         return kwargs[name]
-    position = _positions(op).get(name)
-    if position is None:
-        return default
-    if position < len(args):
-        return args[position]
-    return _defaults(op).get(name, default)
+    position = _positions(op).get(name, len(args))
+    return args[position] if position < len(args) else _defaults(op).get(name, default)
 
 
 @functools.cache
@@ -143,17 +138,13 @@ def may_write(target: object) -> bool:
 
 
 def written_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """List the arguments of a call of an op that it writes in place, undeclared writes included.
-
-    Args:
-        op: an OpOverload.
-        args, kwargs: of the call: nodes, or tensors.
-    """
+    """List the arguments (nodes, or tensors) that a call of an OpOverload writes in place,
+    undeclared writes included."""
     schema = op._schema
     if _namespace(schema) == IN_PLACE_NAMESPACE:
         return [*args, *kwargs.values()]
     names = [e.name for e in schema.arguments if e.alias_info is not None and e.alias_info.is_write]
-    kind = kind_of_op(schema.name)
+    kind = _kind_of(op)
     if kind is not None:
         names += kind.written
     if schema.name in _HIDDEN_WRITES:
@@ -179,10 +170,6 @@ def collective_kind(node: fx.Node) -> CollectiveKind | None:
     An unknown op in a namespace of collectives has the row `UNKNOWN`.
     """
     return _kind_of(node.target) if node.op == "call_function" else None
-
-
-collective_kinds = once_per_node(collective_kind)
-"""Has the row of each node of a graph, as `collective_kind`. Linear in nodes."""
 
 
 @functools.cache
@@ -277,7 +264,7 @@ def has_effect(node: fx.Node) -> bool:
     # an op without a schema could do anything; one that returns nothing is called for its effect
     if schema is None or not schema.returns:
         return True
-    kind = kind_of_op(schema.name)
+    kind = collective_kind(node)
     if kind is not None and (kind.paired or _namespace(schema) == IN_PLACE_NAMESPACE):
         return True
     if is_wait(node):
@@ -429,9 +416,6 @@ def _new_storages(node: fx.Node) -> ValueStorages:
 
     Results that are not tensors, such as gradients that are not needed, are counted too.
     """
-    result = value_of(node)
-    if not isinstance(result, (list, tuple)):
-        return (node, 0)
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:
@@ -439,7 +423,7 @@ def _new_storages(node: fx.Node) -> ValueStorages:
             return [number(part) for part in value]
         return (node, next(place))
 
-    return number(result)
+    return number(value_of(node))
 
 
 def erase_unused(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:

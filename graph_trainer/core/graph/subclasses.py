@@ -77,7 +77,6 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
     """Take a tensor apart.
 
     Args:
-        tensor: a plain tensor or a subclass.
         name: what an error calls it.
 
     Returns:

@@ -81,15 +81,12 @@ class AccessOrder:
         """
         now = access_order(joint.graph)
         written = {root for root, _ in now.writers}
-        placeholders = joint.graph.find_nodes(op="placeholder")
-        for spec, nodes in with_parts(joint.signature.inputs, placeholders):
+        for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
             if spec.mutated and written.isdisjoint(nodes):
                 raise VerificationError(
                     f"{spec.kind.value} '{spec.name}' is written by the step and no node writes "
                     "it any more: keep the node that does, although nothing reads its result"
                 )
-        if now is self:
-            return
         for (reader, storage), count in self.writes_before.items():
             after = now.writes_before.get((reader, storage), count)
             if after != count and self.writers[storage] == now.writers[storage]:
@@ -107,12 +104,8 @@ def access_order(graph: fx.Graph) -> AccessOrder:
     order = AccessOrder(writes_of(graph).writers)
     if not order.writers:
         return order
-    storages = value_storages(graph)
+    storages, roots, written = value_storages(graph), storage_roots(graph), written_by_node(graph)
     done = dict.fromkeys(order.writers, 0)
-    written: dict[fx.Node, list[Storage]] = {}
-    for storage, nodes in order.writers.items():
-        for node in nodes:
-            written.setdefault(node, []).append(storage)
     for node in graph.nodes:
         sources = [*inputs_of(node)]
         if is_wait(node):  # until then its collective reads
@@ -121,6 +114,6 @@ def access_order(graph: fx.Graph) -> AccessOrder:
             for storage in storages_in(storages[source]):
                 if storage in done:
                     order.writes_before[node, storage] = done[storage]
-        for storage in written.get(node, ()):
-            done[storage] += 1
+        for target in written[node]:
+            done[roots[target]] += 1
     return order

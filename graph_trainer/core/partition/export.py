@@ -32,12 +32,7 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import (
-    erase_unused,
-    is_collective,
-    is_getitem,
-    is_wait,
-)
+from graph_trainer.core.graph.ops import erase_unused, is_collective, is_getitem, is_wait
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks

@@ -63,7 +63,7 @@ _DECIDES = (
 def repartition(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition AOTAutograd's joint graph of a step in the same place as `cut` did.
+    """Partition AOTAutograd's joint graph of a step into forward and backward where `cut` did.
 
     Forward has the nodes that its outputs need, and those that are marked as saved or tagged
     MUST_SAVE. Backward has all other nodes that the gradients need, wherever they are in the graph:
@@ -82,9 +82,6 @@ def repartition(
         inputs: examples of its inputs.
         num_fwd_outputs: how many of its outputs are forward's.
         rest: the other arguments that AOTAutograd gives a partitioner.
-
-    Returns:
-        forward and backward.
     """
     _, gradients = flat_outputs(joint, num_fwd_outputs)
     returned = {gradient for gradient in gradients if isinstance(gradient, fx.Node)}

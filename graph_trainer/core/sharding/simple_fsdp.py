@@ -212,22 +212,21 @@ def simple_fsdp(
                 f"module '{name}' is scripted or traced by torch.jit, which reads its parameters "
                 "by itself: shard the Python module that it was made of"
             )
+    policy = mp_policy or MixedPrecisionPolicy()
+    divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
+    sharded: dict[int, tuple[nn.Parameter, _Sharding]] = {}
     for fqn, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ConfigError(
                 f"parameter '{fqn}' has no shape yet: run the model once on a batch, which "
                 "initializes lazy modules, before it is sharded"
             )
-    policy = mp_policy or MixedPrecisionPolicy()
-    divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
-    sharded: dict[int, tuple[nn.Parameter, _Sharding]] = {}
-    for fqn, parameter in model.named_parameters():
         fqn = clean_fqn(fqn)
         over = shard_over(fqn, parameter) if shard_over is not None else None
         over = over or ShardOver(mesh=mesh, mode=mode)
         _check_mode(over.mode, over.mesh)
         sharded[id(parameter)] = _shard(fqn, parameter, over, policy, divisor)
-    classes: dict[tuple[type, tuple[str, ...]], type] = {}
+    reading_class: Any = functools.cache(_reading_class)  # one for each class
     for module in list(model.modules()):
         direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not direct:
@@ -237,10 +236,7 @@ def simple_fsdp(
         }
         for name, parameter in direct.items():
             module.register_parameter(name, sharded[id(parameter)][0])
-        key = (type(module), tuple(direct))
-        if key not in classes:
-            classes[key] = _reading_class(*key)
-        module.__class__ = classes[key]
+        module.__class__ = reading_class(type(module), tuple(direct))
     return model
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY, WAIT_COPY_IN_PLACE
+from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY
 from graph_trainer.core.torch_private import FakeTensorMode
 
 TENSORS = {
@@ -43,7 +43,7 @@ def test_a_wait_returns_the_copy_itself():
     tensor = torch.randn(3)
     copy = OFFLOAD(tensor)
     assert WAIT_COPY(copy, tensor) is copy
-    assert WAIT_COPY_IN_PLACE(copy, tensor) is None
+    assert torch.ops.graph_trainer.wait_copy_(copy, tensor) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
