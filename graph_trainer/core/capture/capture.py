@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,13 +40,14 @@ from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.graph.writes import writes_of
-from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node
+from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node, storage_id
 from graph_trainer.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -163,18 +165,26 @@ def _captured(
     made: list[weakref.ref[torch.Tensor]] = []
 
     meta_as = torch.device(step.meta_as)
+    storages = Counter(map(storage_id, _parts(state.tensors) if repetition else ()))
 
     def fake_of(part: torch.Tensor) -> torch.Tensor:
         """Make the fake tensor of a plain one."""
-        part = part.detach()
         if part.is_meta and meta_as.type != "meta":
             return fake_like(part, part.shape, part.stride(), mode, meta_as)
         return mode.from_tensor(part)
 
+    def fake_of_left_out(part: torch.Tensor) -> torch.Tensor:
+        """As `fake_of`, in a tenth of the time where nothing else is in the storage."""
+        part = part.detach()
+        if storages[storage_id(part)] > 1 or not _fills_its_storage(part):
+            return fake_of(part)
+        device = meta_as if part.is_meta else part.device
+        return fake_like(part, part.shape, part.stride(), mode, device)
+
     def traced() -> tuple[fx.GraphModule, StepTrace]:
         left_out = []
         for spec, tensor in zip(apart.inputs, apart.tensors, strict=True):
-            stand_in = wrap(list(map(fake_of, unwrap(tensor)[0])), spec.layout)
+            stand_in = wrap(list(map(fake_of_left_out, unwrap(tensor)[0])), spec.layout)
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
         inputs = [*traced_state.inputs, *of_batch]
@@ -205,7 +215,7 @@ def _captured(
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-        graph_module = extend(graph_module, trace, repetition, state, fake_of)
+        graph_module = extend(graph_module, trace, repetition, state, fake_of_left_out)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs: 'layers_0_wo_weight', not 'arg0_17'
     graph = graph_module.graph
@@ -238,3 +248,8 @@ def _captured(
 def _parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the plain tensors that tensors consist of, as tensors of their own."""
     return [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
+
+
+def _fills_its_storage(part: torch.Tensor) -> bool:
+    unread = part.storage_offset() or part.is_conj() or part.is_neg()
+    return not unread and storage_bytes(part) == part.untyped_storage().nbytes()
