@@ -206,6 +206,8 @@ def _captured(
         if changes or generators.seen or users_own:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
+        else:
+            python.keep_as_it_is()
     # what it writes: a layer that is left out writes what its sample does
     graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()
     trace.inputs = [

@@ -279,15 +279,18 @@ class _Extension:
             # what all copies have in common is looked up once
             from_outside = {each for node in pattern for each in node.all_input_nodes}
             from_outside.difference_update(pattern)
+            annotated = [tuple(annotations_of(node).items()) for node in pattern]
+            samples = dict(zip(annotated, pattern, strict=True))
             values = [pytree.tree_flatten(value_of(node)) for node in pattern]
             of_data = [any(map(depends_on_data, leaves)) for leaves, _ in values]
             copied_names = names.of_copies(phase, len(periods))
             for period, node_names in zip(periods, copied_names, strict=True):
                 reads = dict(zip(from_outside, map(read_by(period), from_outside), strict=True))
                 layers = self._names[period]
+                renamed = {key: renamed_annotations(n, layers) for key, n in samples.items()}
                 for position, node in enumerate(pattern):
                     new = node_like(graph, node, reads.__getitem__, node_names[position])
-                    new.meta.update(node.meta, custom=renamed_annotations(node, layers))
+                    new.meta.update(node.meta, custom=renamed[annotated[position]])
                     if of_data[position]:
                         leaves, structure = values[position]
                         own = [value_of_copy(leaf, sizes[period]) for leaf in leaves]

@@ -83,6 +83,10 @@ class PythonState:
             if holder.changed():
                 holder.restore(holder.before)
 
+    def keep_as_it_is(self) -> None:
+        """Compare and restore nothing at the end: `changes` has found none, and no step follows."""
+        self._holders.clear()
+
     def changes(self) -> list[str]:
         """Return the names of what differs by now, sorted.
 
