@@ -138,7 +138,11 @@ def _uses(graph: fx.Graph) -> _Uses:
 
     def use(nodes: Iterable[fx.Node], place: int) -> None:
         for node in nodes:
-            last.update(dict.fromkeys(storages_in(results[node]), place))
+            storages = results[node]
+            if isinstance(storages, tuple):
+                last[storages] = place
+            else:
+                last.update(dict.fromkeys(storages_in(storages), place))
 
     for node, place in position.items():
         use(inputs_of(node), place)

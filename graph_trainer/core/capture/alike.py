@@ -101,6 +101,8 @@ class _Walk:
                 continue
             there[id(one)], back[id(other)] = other, one
             self._alive += one, other
+            if type(one) in (dict, list) and not one and not other:  # as many are
+                continue
             if isinstance(one, torch.Tensor):
                 self._check_tensors(one, other)
             elif one is other:
@@ -158,6 +160,7 @@ def _is_compared_by_torch(value: Any) -> bool:
     return kind.__module__.partition(".")[0] == "torch" and _has_own_eq(kind)
 
 
+@functools.lru_cache
 def _has_own_eq(kind: Any) -> bool:
     return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
 
@@ -210,10 +213,12 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
     return (*attributes.keys(), *attributes.values())
 
 
+@functools.lru_cache
 def _is_of_torchtitan(kind: Any) -> bool:
     return any(base.__module__.startswith("torchtitan.") for base in kind.__mro__)
 
 
+@functools.lru_cache
 def _slots_of(kind: Any) -> list[str] | None:
     """List the attributes of a class that are slots; None for a class of C++, or one derived
     from it, in which there is more to see than attributes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -116,6 +117,10 @@ class _Holder(NamedTuple):
     def changed(self) -> list[tuple[Any, Any]]:
         """Return the keys whose entries are others than before, and what they are now."""
         now = self.read()
+        # most are as they were: compared in C
+        same_keys = self.before.keys() == now.keys()
+        if same_keys and all(map(operator.is_, self.before.values(), map(now.get, self.before))):
+            return []
         return [
             (key, now.get(key))
             for key in self.before.keys() | now.keys()

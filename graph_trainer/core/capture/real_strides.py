@@ -7,7 +7,6 @@ its inputs' strides, and not on how large they are: a run on a few elements show
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -103,6 +102,7 @@ class _Dispatch:
         self._fake = mode.dispatch
         self.corrected: set[Any] = set()
         """The ops of which a result got other strides than the fake kernel's."""
+        self._may_differ: dict[Any, bool] = {}
         self._layouts: dict[tuple[Any, ...], list[_Layout]] = {}
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -110,7 +110,9 @@ class _Dispatch:
         if func is aten._local_scalar_dense.default:
             self._allow_data_sizes(args[0])
         result = self._fake(func, types, args, kwargs)
-        if not _strides_may_differ(func):
+        if func not in self._may_differ:
+            self._may_differ[func] = _strides_may_differ(func)
+        if not self._may_differ[func]:
             return result
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
@@ -149,7 +151,6 @@ class _Dispatch:
             self._mode.shape_env = DataSizes()
 
 
-@functools.cache
 def _strides_may_differ(op: Any) -> bool:
     """Tell whether fake and real results of an op may differ in strides."""
     # a view, or an op that writes in place, returns memory of its input

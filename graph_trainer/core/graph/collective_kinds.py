@@ -7,6 +7,7 @@ imports nothing of the package, so that every module can import it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -146,6 +147,7 @@ def kind_named(name: str) -> CollectiveKind:
     return KINDS.get(name, UNKNOWN)
 
 
+@functools.cache
 def kind_of_op(qualified_name: str) -> CollectiveKind | None:
     """Return the row of an op, None for an op that has nothing to do with collectives.
 

@@ -144,7 +144,7 @@ def written_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     if _namespace(schema) == IN_PLACE_NAMESPACE:
         return [*args, *kwargs.values()]
     names = [e.name for e in schema.arguments if e.alias_info is not None and e.alias_info.is_write]
-    kind = _kind_of(op)
+    kind = kind_of_op(schema.name)
     if kind is not None:
         names += kind.written
     if schema.name in _HIDDEN_WRITES:
@@ -264,7 +264,7 @@ def has_effect(node: fx.Node) -> bool:
     # an op without a schema could do anything; one that returns nothing is called for its effect
     if schema is None or not schema.returns:
         return True
-    kind = collective_kind(node)
+    kind = kind_of_op(schema.name)
     if kind is not None and (kind.paired or _namespace(schema) == IN_PLACE_NAMESPACE):
         return True
     if is_wait(node):
