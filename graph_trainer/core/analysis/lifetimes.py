@@ -25,7 +25,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
     Storage,
     ValueStorages,
-    collective_kind,
+    collective_kinds,
     storages_in,
     value_storages,
 )
@@ -74,10 +74,16 @@ def lifetimes(
             memory are counted apart, as what torch's allocator of pinned memory takes for them: a
             power of two each.
     """
-    uses, size = _uses(joint.graph), dict(_sizes(joint.graph))
+    if not scratch and not host_is_device:
+        return _plain_lifetimes(joint.graph)
+    return _lifetimes(joint.graph, scratch or {}, host_is_device)
+
+
+def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: bool) -> Lifetimes:
+    uses, size = _uses(graph), dict(_sizes(graph))
     born = {storage: uses.position[storage[0]] for storage in size}
     last_use = {storage: uses.last.get(storage, place) for storage, place in born.items()}
-    for node, num in (scratch or {}).items():
+    for node, num in scratch.items():
         storage = (node, SCRATCH)
         size[storage], born[storage] = num, uses.position[node]
         last_use[storage] = uses.waited.get(node, born[storage])
@@ -91,6 +97,11 @@ def lifetimes(
         return live_bytes(len(uses.position), lifespans)
 
     return Lifetimes(live(size), born, last_use, size, max(live(on_host), default=0))
+
+
+@once_per_graph
+def _plain_lifetimes(graph: fx.Graph) -> Lifetimes:
+    return _lifetimes(graph, {}, False)
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
@@ -130,7 +141,7 @@ class _Uses:
 
 @once_per_graph
 def _uses(graph: fx.Graph) -> _Uses:
-    results = value_storages(graph)
+    results, kinds = value_storages(graph), collective_kinds(graph)
     position = {node: place for place, node in enumerate(graph.nodes)}
     last: dict[Storage, int] = {}
     waited: dict[fx.Node, int] = {}
@@ -146,7 +157,7 @@ def _uses(graph: fx.Graph) -> _Uses:
 
     for node, place in position.items():
         use(inputs_of(node), place)
-        kind = collective_kind(node)
+        kind = kinds[node]
         if kind is None:
             continue
         if kind.effect is Effect.STARTS:

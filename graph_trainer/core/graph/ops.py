@@ -172,6 +172,10 @@ def collective_kind(node: fx.Node) -> CollectiveKind | None:
     return _kind_of(node.target) if node.op == "call_function" else None
 
 
+collective_kinds = once_per_node(collective_kind)
+"""Has the row of each node of a graph, as `collective_kind`. Linear in nodes."""
+
+
 @functools.cache
 def _kind_of(target: Any) -> CollectiveKind | None:
     return kind_of_op(target._schema.name) if isinstance(target, OpOverload) else None

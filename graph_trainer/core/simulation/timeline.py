@@ -15,7 +15,7 @@ from graph_trainer.core.graph.annotations import Role, role_of
 from graph_trainer.core.graph.collective_kinds import Effect
 from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import collective_kind, storage_roots
+from graph_trainer.core.graph.ops import collective_kinds, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
@@ -112,7 +112,7 @@ def play(
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued, dict(joint.gradients()))
     names = stream_names(issued)
-    roots = storage_roots(joint.graph)
+    roots, kinds = storage_roots(joint.graph), collective_kinds(joint.graph)
     copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     free: dict[str, float] = defaultdict(float)
     link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
@@ -126,7 +126,7 @@ def play(
     now = 0.0
     for node in joint.graph.nodes:
         starts.append(now)
-        each, kind = cost[node], collective_kind(node)
+        each, kind = cost[node], kinds[node]
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]

@@ -16,6 +16,7 @@ from graph_trainer.core.graph.content import (
 )
 from graph_trainer.core.graph.data_sizes import data_sizes_of
 from graph_trainer.core.graph.ops import (
+    collective_kinds,
     once_nodes,
     storage_roots,
     value_storages,
@@ -32,8 +33,8 @@ aten = torch.ops.aten
 
 FACTS = (
     *(value_storages, storage_roots, writes_of, access_order, lifetimes._uses, lifetimes._sizes),
-    *(lifetimes._stored_bytes, free_nodes, fusible_nodes),
-    *(written_by_node, once_nodes, op_costs._sizes, op_costs._flops_by_node),
+    *(lifetimes._plain_lifetimes, lifetimes._stored_bytes, free_nodes, fusible_nodes),
+    *(written_by_node, collective_kinds, once_nodes, op_costs._sizes, op_costs._flops_by_node),
 )
 
 
