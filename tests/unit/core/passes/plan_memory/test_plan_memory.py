@@ -30,6 +30,7 @@ from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
+from graph_trainer.planner.agreement import as_agreed
 from graph_trainer.testing import targets
 from graph_trainer.titan.memory_table import memory_table_of
 from tests.unit.fake_ranks import Agreed
@@ -267,6 +268,14 @@ def test_ranks_with_other_costs_get_one_plan(stack):
         lambda context: agreed_on(dear, dearer, context),
     )
     assert ours == theirs == (dear, dearer)
+    of_ranks = [(blocks, parameters), (dear, dearer)]
+
+    def planned_alone(rank, agreement):  # as --save and --verify-order plan rank after rank
+        context = PassContext(hardware=MACHINE, agreement=agreement)
+        found = agreed_on(*of_ranks[rank], context)
+        return found, (repr(found),)
+
+    assert as_agreed([0, 1], planned_alone, print) == {0: ours, 1: ours}
     assert agreed_on(blocks, parameters, alone) == (blocks, parameters)
     with pytest.raises(gt.PassError, match="different ops"):
         on_ranks(
