@@ -24,7 +24,8 @@ def main(argv: Sequence[str]) -> int:
         if "://" in place:
             raise ConfigError(f"{place}: copy it from or to remote storage, and export on a disk.")
     given.checkpoint, given.to = Path(given.checkpoint), Path(given.to)
-    from graph_trainer.titan.checkpoint_files import is_complete, steps_in
+    from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in
+    from graph_trainer.titan.checkpoint_reader import METADATA
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.export import export
 
@@ -34,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
             steps += [str(folder / f"step-{n}") for n, whole in steps_in(folder).items() if whole]
         named = " or ".join(steps[:5]) or "a folder step-N of a run"
         raise ConfigError(f"{given.checkpoint} is no checkpoint: name {named}.")
+    if not (given.checkpoint / METADATA).is_file() and (given.checkpoint / HF_INDEX).is_file():
+        raise ConfigError(f"{given.checkpoint} is an export already, which from_pretrained reads.")
     if given.to.exists():
         raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
     run = given.checkpoint.resolve().parent.parent

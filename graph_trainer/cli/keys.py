@@ -29,11 +29,18 @@ DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
-_FLAGS_OF_COMMANDS = f"""
---help --quiet --verbose {SCHEMA} {DRY_RUN} --plan --to --world-size --compare --rank
---verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache
---json --html --trace --save --table --config --module --hardware --like
-""".split()
+_FLAGS_OF_ALL = ["--help", "--quiet", "--verbose", "--config", "--module"]
+_FLAGS_OF = {
+    "train": ["--plan", DRY_RUN],
+    "plan": [
+        *("--world-size", "--hardware", "--like", "--compare", "--rank", "--verify-order"),
+        *("--all-ranks", "--memory-curve", "--expert-imbalance", "--routing"),
+        *("--no-capture-cache", "--json", "--html", "--trace", "--save", "--table"),
+    ],
+    "export": ["--to"],
+    "config": [SCHEMA],
+}
+"""By command, its own flags: those that are no keys of a config."""
 _NUMBERS = ("boolean", "integer", "number")
 _NO_KEYS = ("type", "unset", "module", "base")
 
@@ -50,8 +57,9 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `{self.prog} --help` explains its flags.")
 
 
-def check_early(argv: Sequence[str]) -> None:
-    """Refuse unknown keys of the file and of the flags, and wrong types in the file.
+def check_early(argv: Sequence[str], command: str = "train") -> None:
+    """Refuse unknown keys of the file and of the flags, and wrong types in the file; beside these
+    also wrong numbers in flags.
 
     What only the classes of a config know is left to the loader: the components and passes of a
     user's own, and modules of configs that are not graph_trainer's.
@@ -76,15 +84,9 @@ def check_early(argv: Sequence[str]) -> None:
         table = read_toml(Path(config), "--config")
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
-    ours = {*schema["properties"], *(flag[2:].replace("-", "_") for flag in _FLAGS_OF_COMMANDS)}
-    lines: list[str] = []
-    for name in [each for each in flags if not re.search("[.:]", each) and each not in ours]:
-        guess = did_you_mean(f"--{name}", _FLAGS_OF_COMMANDS, "Did you mean {}?", cutoff=0.75)
-        lines += [f"{_FLAGS}: there is no --{name}. {guess}"] if guess else []
     modules = schema["properties"]["module"]["examples"]
     module = flags.get("module") or table.get("module", modules[0])
     if module not in modules and f"graph_trainer.{module}" not in modules:
-        _refuse(lines)
         return
     known: _Known = {}
     free: list[str] = []  # tables with keys of any name
@@ -99,7 +101,8 @@ def check_early(argv: Sequence[str]) -> None:
             given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
     types = {key: str(value) for _, key, _, value in given}
     moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
-    texts: list[str] = []
+    lines = list(_wrong_flags(argv, command, schema["properties"]))
+    texts: list[str] = []  # of flags, which the loader would tell
     for where, key, shown, value in given:
         section, _, name = key.rpartition(".")
         kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
@@ -117,31 +120,41 @@ def check_early(argv: Sequence[str]) -> None:
         elif {} in kinds.values():
             wrong = ("expected a section", AS_SECTION)
         elif kind is None or kind in kinds or "" in kinds:
-            schema = kinds.get(kind or "") or [*kinds.values()][0]
-            value = _read(value, schema) if where == _FLAGS else value
-            wrong = _wrong_value(shown, value, schema, where == _FLAGS)
+            of_key = kinds.get(kind or "") or [*kinds.values()][0]
+            value = _read(value, of_key) if where == _FLAGS else value
+            wrong = _wrong_value(shown, value, of_key, where == _FLAGS)
         if wrong:
             problem, remedy = wrong
             remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
             line = f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip()
-            # the loader reads the text of flags, and is not reached beside other mistakes
             (texts if kinds is not None and where == _FLAGS else lines).append(line)
     if any(_OLD in line for line in lines) and table and "base" not in table:
         start = 'Begin it with base = "llama3_8b", or what has its model, and change these keys:'
         lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}")
-    _refuse([*lines, *texts] if lines else [])
-
-
-def _refuse(lines: Sequence[str]) -> None:
     if lines:
-        raise ConfigError("\n".join(lines))
+        raise ConfigError("\n".join([*lines, *texts]))
+
+
+def _wrong_flags(argv: Sequence[str], command: str, keys: Iterable[str]) -> Iterator[str]:
+    """Say which words resemble a flag of the command, or are one of another command."""
+    known = {*_FLAGS_OF_ALL, *_FLAGS_OF.get(command, ())}
+    for word in argv:
+        flag = word.partition("=")[0]
+        is_key = flag[2:].replace("-", "_") in keys or re.search("[.:]", flag)
+        if not flag.startswith("--") or flag in known or is_key:
+            continue
+        others = [each for each, flags in _FLAGS_OF.items() if flag in flags]
+        if others:
+            yield f"{_FLAGS}: {flag} is a flag of `graph-trainer {others[0]}`. Leave it out."
+        elif guess := did_you_mean(flag, known, "Did you mean {}?", cutoff=0.75):
+            yield f"{_FLAGS}: there is no {flag}. {guess}"
 
 
 def completed_flags() -> dict[str, list[str]]:
     """Return all flags, each with the values that a shell completes: none for most."""
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
-    flags: dict[str, list[str]] = {flag: [] for flag in _FLAGS_OF_COMMANDS}
+    flags: dict[str, list[str]] = {flag: [] for flag in sum(_FLAGS_OF.values(), _FLAGS_OF_ALL)}
     flags |= {"--config": [], "--hardware": [], "--like": ["graph_trainer", "torchtitan"]}
     flags["--module"] = schema["properties"]["module"]["examples"]
     for file in sorted(configs.glob("*/*.toml")):

@@ -7,6 +7,7 @@ and not one traceback a rank.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -15,9 +16,10 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -309,7 +311,8 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     if not ranks:
         ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
         check_config(config, ranks)
-    check_text_fills_a_batch(config, ranks * machines)
+    if machines == 1:  # each would tokenise the text
+        check_text_fills_a_batch(config, ranks)
     return config, ranks
 
 
@@ -341,8 +344,13 @@ def _check_folders(config: GraphTrainerConfig) -> None:
         folders.append(("metrics.save_tb_folder", metrics.save_tb_folder))
     if checkpoint.enable and not checkpoint.load_only:
         folders.append(("checkpoint.folder", checkpoint.folder))
+    if config.comm.trace_buf_size:
+        folders.append(("comm.save_traces_folder", config.comm.save_traces_folder))
     if profiler.enable_profiling:
         folders.append(("profiler.save_traces_folder", profiler.save_traces_folder))
+    if profiler.enable_memory_snapshot:
+        name = "profiler.save_memory_snapshot_folder"
+        folders.append((name, profiler.save_memory_snapshot_folder))
     for key, name in folders:
         if is_remote(os.path.join(config.dump_folder, name)):
             continue
@@ -371,8 +379,9 @@ def memory_of_rank(launch: Launch) -> DeviceMemory:
 def check_step_fits(launch: Launch) -> None:
     """Refuse a step that needs more memory than there is, as the ranks would once they had started.
 
-    Left to the ranks are a step that cannot be captured, and a run on several machines, each of
-    which would plan it.
+    The step is planned, for which the user's model is built and captured. Left to the ranks are a
+    step that cannot be captured, one that is not captured in training, and a run on several
+    machines, each of which would plan it.
 
     Raises:
         MemoryLimitError: with what the memory is for, and what would help.
@@ -382,15 +391,20 @@ def check_step_fits(launch: Launch) -> None:
     from graph_trainer.planner.captures import Captures
     from graph_trainer.planner.plan import make_plan
 
-    if launch.config.compile.memory_limit_gib == 0 or launch.world_size > launch.local_ranks:
+    ours = launch.config.compile
+    refuses = ours.mode != "eager" and ours.memory_limit_gib != 0
+    if not refuses or launch.world_size > launch.local_ranks:
         return
+    config = copy.copy(launch.config)
+    config.compile = replace(ours, verify_passes=False)  # the ranks verify
+    captures = Captures(cache=CaptureCache(default_folder(), warns=False))
     room, hardware = memory_of_rank(launch), detect_hardware().hardware
-    captures = Captures(cache=CaptureCache(default_folder()))
     shown = progress("will it fit") if sys.stderr.isatty() else nullcontext(lambda line: None)
     try:
-        with shown as say:
+        with shown as say, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks show them
             make_plan(
-                launch.config,
+                config,
                 launch.world_size,
                 hardware,
                 every_pass=False,
@@ -400,8 +414,11 @@ def check_step_fits(launch: Launch) -> None:
             )
     except MemoryLimitError:
         raise
-    except Exception:  # of the user's own code too: the ranks, which run it, say it as all errors
-        return
+    except (Exception, SystemExit):  # of the user's own code too: the ranks, which run it, say it
+        logging.getLogger(__name__).debug("the step is not planned", exc_info=True)
+    finally:
+        if torch.distributed.is_initialized():  # the fake ranks' groups
+            torch.distributed.destroy_process_group()
 
 
 def _check_compiler(config: GraphTrainerConfig) -> None:

@@ -110,7 +110,7 @@ def _run(command: str, words: list[str]) -> int:
     # a rank records what it raises; --schema may be writing the file that is read here
     if "RANK" not in os.environ and "--schema" not in words:
         by_environment = command in ("train", "bisect-passes")
-        check_early(with_names_of_environment(words) if by_environment else words)
+        check_early(with_names_of_environment(words) if by_environment else words, command)
     _check_cache_folder()
     collect_rarely()
     atexit.register(gc.freeze)  # nor are they looked through as the process ends

@@ -172,7 +172,7 @@ def dry_run(argv: Sequence[str]) -> int:
     hardware = load_hardware(named) if named else detect_hardware().hardware
     if not named:
         hardware = replace(hardware, memory_gib=memory_of_rank(launch).bytes / GIB)
-    captures = Captures(cache=CaptureCache(default_folder()))
+    captures = Captures(cache=CaptureCache(default_folder(), warns=False))
     with progress("plan") as say:
         world_size = launch.world_size
         plan = make_plan(config, world_size, hardware, captures=captures, on_progress=say)
@@ -181,7 +181,7 @@ def dry_run(argv: Sequence[str]) -> int:
     for text in (*report["notes"], *fit_and_speed(report).splitlines()):
         lines += wrapped(text, WIDTH - len("# ")).splitlines()
     print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
-    if not plan.fits:
+    if named or not plan.fits:  # the hardware that is named need not be this
         check_step_fits(launch)
     return 0
 

@@ -156,8 +156,9 @@ def wrong_type(
         example = with_unit["number"]  # 10GiB of memory_limit_gib
     if key.endswith("]"):  # a file and a flag give the whole list
         key = key.partition("[")[0]
-        entries = [example if each is value else as_toml(each) for each in among] or [example]
-        example = f"[{', '.join(entries)}]"
+        is_wrong = [type(each) is type(value) for each in among]
+        entries = [example if w else as_toml(e) for w, e in zip(is_wrong, among, strict=True)]
+        example = f"[{', '.join(entries or [example])}]"
     if not is_flag:
         return f"expected {expected}", f"Write {key} = {example}."
     if not example.startswith('"'):  # which a shell takes off

@@ -47,12 +47,12 @@ def default_folder() -> Path:
 class CaptureCache:
     """Captured steps in the files of a folder, each named after all that its capture depends on.
 
-    A folder or file that cannot be used is warned of once, and the step is captured.
+    A folder or file that cannot be used is warned of once, if at all, and the step is captured.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, warns: bool = True) -> None:
         self._folder = folder
-        self._warned = False
+        self._warned = not warns
 
     def of(self, run: FakeRank, what: str, on_progress: OnProgress) -> JointGraph:
         """Read the step of a rank, or capture and write it.

@@ -135,8 +135,8 @@ def advise(
         processes: how many plan at once at most.
 
     Returns:
-        the changes that make the run fit or need clearly less memory, the one that needs least
-        first, without those that the config excludes.
+        the changes that make the run fit or need clearly less memory, first those with which it
+        fits and of them the one that needs least, without those that the config excludes.
     """
     planned = partial(_planner_of(plan), world_size=plan.world_size, captures=plan.captures)
     # The first share the capture of the plan: the others, which take longer, begin.
@@ -146,7 +146,7 @@ def advise(
     advice = [
         each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
     ]
-    return sorted(advice, key=lambda outcome: outcome.needed_bytes)
+    return sorted(advice, key=lambda outcome: (not outcome.fits, outcome.needed_bytes))
 
 
 def fewest_ranks(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Outcome]:

@@ -166,7 +166,7 @@ def differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str
         f"{key}: planned {show(before[key]) if key in before else 'unset'}, "
         f"now {show(after[key]) if key in after else 'unset'}"
         for key in keys
-        if key != "dump_folder"
+        if key not in ("dump_folder", "metrics.console")
     )
 
 

@@ -34,7 +34,7 @@ def report_text(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield modules_table(report["peak"])
     if report["exposed_by_module"]:
         yield waits_table(report)
-    if report["memory_table"]:
+    if any(row["keep_in"] for row in report["memory_table"]):
         yield _kept_table(report["memory_table"])
     if report["memory_curve"]:
         yield _curve_table(report)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
@@ -141,8 +141,10 @@ def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> Non
     """Refuse a text that is too small for one global batch; one that may be is tokenised here.
 
     Raises:
-        ConfigError: as `TextDataLoader` and the tokenizer do.
+        ConfigError: as `TextDataLoader` and `ByteBPETokenizer`; a tokenizer that cannot be read.
     """
+    if not isinstance(config.tokenizer, ByteBPETokenizer.Config | HuggingFaceTokenizer.Config):
+        return  # of the user's own: the ranks run it
     training, parallelism = config.training, config.parallelism
     ranks = world_size // parallelism.tensor_parallel_degree // parallelism.context_parallel_degree
     resolved, tokenizer = with_text_of_training(config), None
@@ -153,7 +155,7 @@ def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> Non
         files = open_corpus(loader.dataset, loader.dataset_path).files
         tokens = ranks * training.local_batch_size * training.seq_len
         if sum(file.stat().st_size for file in files) < _ENOUGH * tokens:
-            tokenizer = tokenizer or resolved.tokenizer.build(tokenizer_path=config.hf_assets_path)
+            tokenizer = tokenizer or _built(resolved.tokenizer, config.hf_assets_path)
             loader.build(
                 dp_world_size=ranks,
                 dp_rank=0,
@@ -161,6 +163,19 @@ def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> Non
                 seq_len=training.seq_len,
                 local_batch_size=training.local_batch_size,
             )
+
+
+def _built(tokenizer: Any, assets: str) -> BaseTokenizer:
+    try:
+        built: BaseTokenizer = tokenizer.build(tokenizer_path=assets)
+        return built
+    except ConfigError:
+        raise
+    except Exception as error:  # damaged files raise anything
+        raise ConfigError(
+            f"hf_assets_path = {show(assets)}: the tokenizer there cannot be read: {error}. Name "
+            'another folder, or set tokenizer.type = "byte_bpe".'
+        ) from error
 
 
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:

@@ -28,10 +28,10 @@ from tests.unit.titan.config.test_schema import CONFIGS, ROOT
 BASE = 'base = "llama3_debugmodel"\n'
 
 
-def early(*argv):
+def early(*argv, command="train"):
     """What is said at once; "" where that is nothing."""
     try:
-        check_early([str(word) for word in argv])
+        check_early([str(word) for word in argv], command)
     except ConfigError as error:
         return str(error)
     return ""
@@ -93,8 +93,10 @@ def test_nothing_that_is_right_is_refused(file):
     assert not early("--module", "my.models", "--mine.key", "1")
     assert not early(
         *("--training.no-enable_cpu_offload", "--checkpoint.enable", "--world-size", "8"),
+        *("--no-capture-cache", "--dump-folder", "x", "--trace=x"),
         *("--optimizer.param-groups.0.optimizer-kwargs.lr", "1e-3", "--training.steps=3"),
         *("--optimizer.param_groups.0.pattern", "x", "activation-checkpoint:full"),
+        command="plan",
     )
 
 
@@ -109,9 +111,9 @@ def test_nothing_that_is_right_is_refused(file):
         ("--compile.enable", ["set compile.mode, compile.backend"]),
         ("--float8.recipe_name rowwise", ["no float8"]),
         ("--config no/such.toml", ["no such file"]),
-        ("--jason plan.json", ["there is no --jason. Did you mean --json?"]),
-        ("--hard h100-sxm", ["Did you mean --hardware?"]),
-        ("--dryrun --module my.models", ["Did you mean --dry-run?"]),
+        ("--dryrun", ["there is no --dryrun. Did you mean --dry-run?"]),
+        ("--dry_run", ["there is no --dry_run. Did you mean --dry-run?"]),
+        ("--html x", ["--html is a flag of `graph-trainer plan`"]),
         ("--quite --dump_folder x --training.no_x", ["Did you mean --quiet?", "training.no_x"]),
     ],
 )
@@ -119,6 +121,15 @@ def test_wrong_flags(flags, said):
     message = early(*flags.split())
     assert all(part in message for part in said), message
     assert len(message.splitlines()) == 1 + ("--quite" in flags)
+
+
+def test_a_flag_of_the_command_is_guessed_and_none_of_another():
+    assert "Did you mean --json?" in early("--jason", "x", command="plan")
+    assert "Did you mean --hardware?" in early("--hard", "h100-sxm", command="plan")
+    assert "Did you mean --world-size?" in early("--world_size", "8", command="plan")
+    assert "Did you mean --to?" in early("--too", "x", command="export")
+    assert not early("--jason", "x") and not early("--world-sise", "8", command="config")
+    assert not early("--dryrun", "--module", "my.models"), "it may be a key of its config"
 
 
 def test_flags_with_a_wrong_value_are_told_beside_an_unknown_one():

@@ -455,6 +455,8 @@ def test_a_step_that_is_larger_than_the_memory_is_refused_before_ranks_start(
         launcher.check_step_fits(prepare(*large, limit, "1"))
     launcher.check_step_fits(prepare(*large, limit, "100"))  # a risk that is taken
     launcher.check_step_fits(prepare(*large, limit, "0"))
+    launcher.check_step_fits(prepare(*large, "--compile.mode", "eager", limit, "1"))
+    assert not torch.distributed.is_initialized()
     launch = prepare(*large)
     launch.config.model_spec = None  # the ranks say what is wrong with a model
     launcher.check_step_fits(launch)

@@ -76,7 +76,7 @@ def test_effects_run_as_often_as_in_eager_and_in_its_order(policy, checkpointed)
     if policy == "budget":
         with pytest.raises(PassError, match="memory_limit_gib to") as refused:
             gt.run_passes(joint, dataclasses.replace(config, memory_limit_gib=1e-9))
-        least = float(str(refused.value).split("memory_limit_gib to ")[1].split()[0])
+        least = float(str(refused.value).split("memory_limit_gib to ")[1].split(",")[0])
         config = dataclasses.replace(config, memory_limit_gib=least)
         joint = gt.capture(model, mean_square, (x,))
     gt.run_passes(joint, config)
