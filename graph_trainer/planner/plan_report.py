@@ -115,7 +115,8 @@ def readable_report(plan: Plan) -> dict[str, Any]:
     def described(name: str) -> str:
         node = nodes[name]
         op, _, _ = getattr(node.target, "__name__", node.op).partition(".")
-        return f"{name}, {op}" + (f" in {owner}" if (owner := owner_of(node)) else "")
+        said = name if name.startswith(op) else f"{name}, {op}"  # names are ops with a number
+        return said + (f" in {owner}" if (owner := owner_of(node)) else "")
 
     report["peak"]["node"] = described(report["peak"]["node"])
     for each in report["peak"]["largest"]:

@@ -122,7 +122,7 @@ class StepTrace:
                     where += f" at {frame.filename}:{frame.lineno}"
                     break
             # the most common reasons, whose class names do not say what to do
-            remedy, kind = "", type(error).__name__
+            remedy, kind, said = "", type(error).__name__, str(error)
             if "dynamo-optimized function" in str(error):
                 remedy = " (the graph is of the whole step: leave torch.compile out of the model)"
             elif kind in (
@@ -130,6 +130,8 @@ class StepTrace:
                 "DynamicOutputShapeException",
                 "GuardOnDataDependentSymNode",
             ):
+                # without what to set for torch's logs, and with single spaces, as prose has
+                said = " ".join(said.partition("\n")[0].split())
                 remedy = (
                     " (the step reads a tensor's value into Python, by .item(), .tolist(), "
                     "bool(...) or indexing with a mask, and there are no values while it is "
@@ -138,7 +140,7 @@ class StepTrace:
                 )
             raise CaptureError(
                 f"{type(self.step.model).__name__} cannot be captured: in {where}: "
-                f"{kind}: {error}{remedy}"
+                f"{kind}: {said}{remedy}"
             ) from error
         # make_fx records that the traced function took a list: inputs and outputs become flat
         graph_module.graph.set_codegen(fx.graph.CodeGen())

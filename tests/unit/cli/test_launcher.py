@@ -393,6 +393,12 @@ def test_a_rank_that_ended_without_a_word(
         ("dump_folder", ".", []),  # a file has the name of its structured_logs
         ("metrics.save_tb_folder", "../file", ["--dump_folder", "new"]),
         ("checkpoint.folder", "../file/x", ["--dump_folder", "new", "--checkpoint.enable"]),
+        ("comm.save_traces_folder", "../file", ["--dump_folder", "new"]),
+        (
+            "profiler.save_memory_snapshot_folder",
+            "../file",
+            ["--dump_folder", "new", "--profiler.enable_memory_snapshot"],
+        ),
         (
             "profiler.save_traces_folder",
             "../file",
@@ -462,6 +468,13 @@ def test_a_step_that_is_larger_than_the_memory_is_refused_before_ranks_start(
     launcher.check_step_fits(launch)
     launcher.check_step_fits(prepare(*large, **SEVERAL))
 
+    def leave(self: object) -> None:
+        raise SystemExit
+
+    launch = prepare(*large, NNODES="1")
+    monkeypatch.setattr(type(launch.config.model_spec.model), "build", leave)
+    launcher.check_step_fits(launch)
+
 
 def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
     prepare: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -476,6 +489,12 @@ def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
     validating = ["--validator.enable", "--training.local_batch_size", "16"]
     with pytest.raises(ConfigError, match="the validation split of dataset 'text' .* too small"):
         prepare(*flags, *validating)
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "tokenizer.json").write_text("{")
+    broken = ["--tokenizer.type", "huggingface", "--hf_assets_path", str(assets)]
+    with pytest.raises(ConfigError, match=f"{assets}.*: the tokenizer there cannot be read"):
+        prepare(*flags, *broken, "--training.local_batch_size", "100")
     # half of the ranks have the same text as others
     prepare(*flags, "--training.local_batch_size", "50", TP, "2", NGPU="2")
 

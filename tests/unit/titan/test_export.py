@@ -120,6 +120,9 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     assert "It is of another model than --config names" in said
     assert ".." not in said and "load_step" not in said
     assert "exists" in refused(str(checkpoint), "--to", str(checkpoint)).replace(str(folder), "")
+    (folder.parent / "done").mkdir()
+    (folder.parent / "done" / HF_INDEX).touch()
+    assert "is an export already" in refused(str(folder.parent / "done"), "--to", str(folder))
     (part,) = checkpoint.glob("*.distcp")
     part.write_bytes(part.read_bytes()[:-1])
     said = refused(str(checkpoint), "--to", str(folder))

@@ -162,5 +162,7 @@ def test_splits_that_other_ranks_may_not_expect_are_refused(change):
 )
 def test_any_other_number_that_is_read_is_refused(read):
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(gt.CaptureError, match=r"reads a tensor's value into Python"):
+    with pytest.raises(gt.CaptureError, match=r"reads a tensor's value into Python") as refused:
         gt.capture(model, lambda m, x: read(m(x)).sum(), (torch.ones(2, 4),))
+    said = str(refused.value)
+    assert "\n" not in said and "  " not in said and "TORCH" not in said, "printed as prose"

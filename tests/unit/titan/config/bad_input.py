@@ -446,6 +446,21 @@ ON_THE_COMMAND_LINE = (
         ["--optimizer.betas", "0.9,abc"],
     ),
     Bad(
+        'optimizer.betas[0] = "a": expected a number',
+        "Write --optimizer.betas '[1e-3, 1e-3]'",
+        ["--optimizer.betas", "a,b"],
+    ),
+    Bad(
+        'checkpoint.initial_load_path = "here": refused: initial_load_path must be an absolute',
+        "Change it.",
+        [
+            "--checkpoint.enable",
+            "--checkpoint.initial_load_path",
+            "here",
+            "--checkpoint.interval=3",
+        ],
+    ),
+    Bad(
         "training.local_batch_size = 99999999999999999999: out of bounds",
         "below 2**63",
         ["--training.local_batch_size", "99999999999999999999"],
@@ -515,7 +530,7 @@ ON_THE_COMMAND_LINE = (
         "`base` names",
         ["--compile.enable"],
     ),
-    Bad("steps = 0 }", "must be positive or -1", ["--validator.steps", "0"]),
+    Bad("validator.steps = 0: refused", "must be positive or -1", ["--validator.steps", "0"]),
     Bad(
         'command line: activation_checkpoint = { debug = "" }: switched off',
         'set activation_checkpoint.type to "selective", "full", "layers", "budget"',
