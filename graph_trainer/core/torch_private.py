@@ -46,7 +46,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 # DTensor's placement for a dimension that tensor parallelism shards first and FSDP again;
 # checkpoints written by FSDP2 carry it, so ours must.
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # noqa: F401
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 # A graph module that generates its code when it is called, as most copies of a graph never are.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401
@@ -104,6 +104,21 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
 
     with patch.object(Shard, "_replicate_to_shard", within):
         yield
+
+
+def strided_shards_outside_traces() -> contextlib.AbstractContextManager[Any]:
+    """While entered: which rows a strided shard has is computed from real indices, as in eager.
+
+    `_StridedShard` computes it with tensors and reads them, which a trace has no values for. It has
+    the method since torch 2.11 at the latest.
+    """
+    original = StridedShard.local_shard_size_and_offset
+
+    def of_real_indices(*args: Any, **kwargs: Any) -> Any:
+        with no_dispatch():
+            return original(*args, **kwargs)
+
+    return patch.object(StridedShard, "local_shard_size_and_offset", of_real_indices)
 
 
 def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None]:

@@ -315,6 +315,7 @@ MATRIX = (
     Case("deepseek_v3_fsdp2", 2, DEEPSEEK_V3.flags | FSDP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_tp2", 2, DEEPSEEK_V3.flags | TP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_fsdp2_tp2", 4, DEEPSEEK_V3.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
+    Case("deepseek_v3_tp4", 4, DEEPSEEK_V3.flags | TP4 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_mtp_tp2", 2, DEEPSEEK_V3_MTP.flags | TP2 | FP32, DEFAULT, TRAINS),
 )
 

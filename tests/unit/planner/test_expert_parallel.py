@@ -175,3 +175,13 @@ def test_expert_parallelism_never_trains_the_graph_of_all_experts_everywhere():
     assert not numbers_read(alone) and numbers_read(parallel)
     with pytest.raises(gt.ConfigError, match="no experts"):
         fake_rank(*MESHES["ep2"], module="qwen3", config="debugmodel")
+
+
+def test_rows_of_strided_shards_are_known_while_a_step_is_traced():
+    """torch reads their numbers from a tensor, as the router's gate of four ranks needs them."""
+    flags = (TENSOR, "4", "--training.local_batch_size", "2")
+    joint = fake_rank(*flags, module="deepseek_v3", config="debugmodel", layers=2).capture()
+    joint.validate()
+    assert not joint.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._local_scalar_dense.default
+    )
