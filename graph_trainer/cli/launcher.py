@@ -366,14 +366,17 @@ def _check_folders(config: GraphTrainerConfig) -> None:
             ) from None
 
 
-def memory_of_rank(launch: Launch) -> DeviceMemory:
-    """Return what a rank here may need: a GPU's memory, or its part of what is free."""
+def memory_of_rank(launch: Launch) -> tuple[DeviceMemory, DeviceMemory]:
+    """Return what a rank here may need of its device and of the host: a GPU's memory, and its part
+    of what is free here, which is both where there is no GPU."""
     from graph_trainer.core.passes.memory_limit import DeviceMemory
     from graph_trainer.titan.device_memory import share_of_host
 
-    if torch.cuda.is_available():
-        return DeviceMemory(torch.cuda.get_device_properties(0).total_memory, "all of the GPU")
-    return share_of_host(launch.local_ranks)
+    host = share_of_host(launch.local_ranks)
+    if not torch.cuda.is_available():
+        return host, host
+    total = torch.cuda.get_device_properties(0).total_memory
+    return DeviceMemory(total, "all of the GPU"), host
 
 
 def check_step_fits(launch: Launch) -> None:
@@ -398,7 +401,7 @@ def check_step_fits(launch: Launch) -> None:
     config = copy.copy(launch.config)
     config.compile = replace(ours, verify_passes=False)  # the ranks verify
     captures = Captures(cache=CaptureCache(default_folder(), warns=False))
-    room, hardware = memory_of_rank(launch), detect_hardware().hardware
+    (room, on_host), hardware = memory_of_rank(launch), detect_hardware().hardware
     shown = progress("will it fit") if sys.stderr.isatty() else nullcontext(lambda line: None)
     try:
         with shown as say, warnings.catch_warnings():
@@ -410,6 +413,7 @@ def check_step_fits(launch: Launch) -> None:
                 every_pass=False,
                 captures=captures,
                 device_memory=lambda joint: room,
+                host_memory=lambda joint: on_host,
                 on_progress=say,
             )
     except MemoryLimitError:

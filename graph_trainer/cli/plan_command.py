@@ -170,12 +170,18 @@ def dry_run(argv: Sequence[str]) -> int:
     config = launch.config
     named = config.compile.hardware
     hardware = load_hardware(named) if named else detect_hardware().hardware
+    room, on_host = memory_of_rank(launch)
     if not named:
-        hardware = replace(hardware, memory_gib=memory_of_rank(launch).bytes / GIB)
+        hardware = replace(hardware, memory_gib=room.bytes / GIB)
     captures = Captures(cache=CaptureCache(default_folder(), warns=False))
     with progress("plan") as say:
         world_size = launch.world_size
-        plan = make_plan(config, world_size, hardware, captures=captures, on_progress=say)
+        plan = make_plan(
+            *(config, world_size, hardware),
+            captures=captures,
+            host_memory=lambda joint: on_host,
+            on_progress=say,
+        )
     report = plan_report(plan)
     lines = [f"{world_size} ranks: {launch.arguments[0]}", plan.headline]
     for text in (*report["notes"], *fit_and_speed(report).splitlines()):

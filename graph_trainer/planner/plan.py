@@ -202,6 +202,7 @@ def make_plan(
     captures: Captures | None = None,
     processes: int = 1,
     device_memory: DeviceMemoryOf | None = None,
+    host_memory: DeviceMemoryOf | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -216,11 +217,12 @@ def make_plan(
         captures: of earlier plans, for one that differs in what acts on the graph alone.
         processes: how many compute at once at most.
         device_memory: of a rank; a step is then refused as in training, beyond this or the limit.
+        host_memory: of a rank, for offloaded activations; None for its part of the hardware's.
         on_progress: called with a line before each part of the work.
 
     Raises:
         CaptureError: the step cannot be captured.
-        MemoryLimitError: with `device_memory`.
+        MemoryLimitError: with `device_memory`; or for want of host memory.
         PassError, VerificationError: as `run_passes`.
     """
     on_progress("building the model on meta")
@@ -236,7 +238,7 @@ def make_plan(
     passes = run.pass_config(
         hardware=hardware,
         device_memory=device_memory or unknown,
-        host_memory=host_memory_of(hardware),
+        host_memory=host_memory or host_memory_of(hardware),
     )
     if runtime is TORCHTITAN:
         # FSDP2 gathers the next layer's parameters while one layer computes.

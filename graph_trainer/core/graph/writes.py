@@ -87,6 +87,8 @@ class AccessOrder:
                     f"{spec.kind.value} '{spec.name}' is written by the step and no node writes "
                     "it any more: keep the node that does, although nothing reads its result"
                 )
+        if now is self:  # nothing has changed
+            return
         for (reader, storage), count in self.writes_before.items():
             after = now.writes_before.get((reader, storage), count)
             if after != count and self.writers[storage] == now.writers[storage]:

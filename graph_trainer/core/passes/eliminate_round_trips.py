@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class _RoundTrips:
         self._writes = writes_of(joint.graph)
         self._storages = dict(storage_roots(joint.graph))
         self._returned = {self._storages[n] for n in joint.output_node().all_input_nodes}
+        self._ranks = cache(group_ranks)
 
     def shorten(self, cut: fx.Node) -> bool:
         """Let readers of a local slice, and of its copies, read what this rank sent.
@@ -143,8 +145,8 @@ class _RoundTrips:
 
     def _is_local_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
         """Tell whether a node marked as a local slice is exactly this rank's part of the gather."""
-        ranks = group_ranks(str(argument(gathered.gather, "group_name")))
-        if group_ranks(str(local_slice_group(cut))) != ranks:
+        ranks = self._ranks(str(argument(gathered.gather, "group_name")))
+        if self._ranks(str(local_slice_group(cut))) != ranks:
             return False
         # the mark is for a slice of the whole gathered tensor, which is checked at the end
         whole = cut.all_input_nodes[0]

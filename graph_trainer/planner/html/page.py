@@ -146,7 +146,7 @@ def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) ->
 
 
 def fit_text(report: dict[str, Any]) -> str:
-    """Format whether the run fits: 'Fits: 64.5 of 93.0 GiB'; a limit that was given is named."""
+    """Format whether the run fits: 'Fits: 64.51 of 93.00 GiB'; a limit that was given is named."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
     both = f"{gib(needed)} of {gib(allowed)} GiB"
     if bound_of(report) == KEY:

@@ -23,9 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from graph_trainer.cli import launcher
+from graph_trainer.core.passes.memory_limit import DeviceMemory
 from graph_trainer.core.text import COLUMNS
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError, MemoryLimitError
+from graph_trainer.planner import plan
 from graph_trainer.planner.console import PHASE
 from graph_trainer.titan import device_memory
 from graph_trainer.titan.checkpoint_reader import METADATA
@@ -474,6 +476,22 @@ def test_a_step_that_is_larger_than_the_memory_is_refused_before_ranks_start(
     launch = prepare(*large, NNODES="1")
     monkeypatch.setattr(type(launch.config.model_spec.model), "build", leave)
     launcher.check_step_fits(launch)
+
+
+def test_offloaded_activations_are_judged_by_the_memory_of_this_host(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GRAPH_TRAINER_CAPTURES", str(tmp_path))
+    nothing = DeviceMemory(0, "of a profile")
+    monkeypatch.setattr(plan, "host_memory_of", lambda hardware: lambda joint: nothing)
+    offload = "--compile.offload_activations"
+    flags = [f"{offload}.block_inputs", "true", f"{offload}.min_bytes", "0"]
+    launch = prepare(*flags, "--activation_checkpoint.type", "full")
+    launcher.check_step_fits(launch)
+    room, _ = launcher.memory_of_rank(launch)
+    monkeypatch.setattr(launcher, "memory_of_rank", lambda launch: (room, nothing))
+    with pytest.raises(MemoryLimitError, match="more of host memory than there is"):
+        launcher.check_step_fits(launch)
 
 
 def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(

@@ -275,13 +275,14 @@ def test_a_shell_completes_commands_flags_and_values(shell, tmp_path, capsys):
 
 
 def test_every_flag_of_plan_and_every_corpus_is_completed():
-    from graph_trainer.cli.keys import completed_flags
+    from graph_trainer.cli.keys import _FLAGS_OF, completed_flags
     from graph_trainer.cli.plan_command import RUNTIMES, _parser
     from graph_trainer.core.simulation.hardware import known_hardware
     from graph_trainer.titan.data.corpus import DATASETS
 
     flags = completed_flags()
-    assert {*_parser()._option_string_actions} - {"-h"} <= {*flags}
+    assert {*_FLAGS_OF["plan"], "--help"} == {*_parser()._option_string_actions} - {"-h"}
+    assert {*_FLAGS_OF["plan"]} <= {*flags}
     assert (flags["--like"], flags["--hardware"]) == ([*RUNTIMES], [*known_hardware()])
     for section in ("dataloader", "tokenizer", "validator.dataloader"):
         assert flags[f"--{section}.dataset"] == [*DATASETS]
