@@ -234,6 +234,9 @@ def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
     code, out, again = run(capsys, "train", "--dry-run", *large)
     assert code == 2 and "# Does not fit: needs" in out and tomllib.loads(out)
     assert again.endswith(err)
+    # on the hardware that the passes decide for it would fit
+    code, out, again = run(capsys, "train", "--dry-run", *large, "--compile.hardware", "h100-sxm")
+    assert code == 2 and "# Fits: needs" in out and "GiB more than there is" in again
 
 
 @pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.full)])

@@ -273,6 +273,8 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(make, folder, counted
     assert len(counted) == 2 and len(warnings) == 1 and str(folder) in warnings[0]
     lines = warnings[0].splitlines()
     assert len(lines) > 2 and all(len(line) <= 100 or str(folder) in line for line in lines)
+    step_of(Captures(cache=CaptureCache(folder, warns=False)))  # as of `train`, which needs none
+    assert len(counted) == 3 and len(warnings) == 1
 
 
 def test_a_disk_that_is_full_is_warned_of_and_leaves_nothing(

@@ -314,7 +314,7 @@ def test_torchtitan_checkpoints_cudnns_attention_which_draws_nothing():
 
 
 @pytest.mark.parametrize("policy", ["selective", "budget"])
-def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(policy):
+def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(policy, monkeypatch):
     flags = ("--activation_checkpoint.type", policy, "--compile.memory_limit_gib")
     plan = planned(*flags, "2.001")
     assert not plan.fits and plan.fits == (plan.need.total <= 2.001 * GIB)
@@ -325,6 +325,12 @@ def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(polic
     (limit,) = first.values()
     assert 2.001 < float(limit) <= plan.need.total / GIB + 0.01
     assert planned(*flags, limit).fits
+    assert "Kept for backward" not in shown(plan), "nothing is"
+    some = [{"training.seq_len": "32"}, first]  # the first frees more, and does not fit
+    monkeypatch.setattr(changes, "changes_that_help", lambda plan: some)
+    monkeypatch.setattr(changes, "_LEAST", 0.0)
+    advice = changes.advise(plan, lambda more: small(*flags, "2.001", *more), print)
+    assert [each.fits for each in advice] == [True, False] and advice[0].config == first
     tried = [change.get("activation_checkpoint.type") for change in others]
     assert ("full" in tried) == (policy != "budget")  # which recomputes everything already
 

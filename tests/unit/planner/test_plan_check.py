@@ -230,6 +230,8 @@ def test_another_number_of_ranks_is_refused(saved, monkeypatch):
 def test_differences_name_keys_that_one_side_lacks():
     before = {"metrics": {"a": 1}, "training": {"x": [1, 2]}, "base": "b", "dump_folder": "x"}
     now = {"training": {"x": [1], "y": "z"}, "base": "b", "dump_folder": "y"}
+    # where a run writes and what it shows are no part of a plan
+    before["metrics"]["console"], now["metrics"] = "normal", {"console": "quiet"}
     assert differences(before, now) == (
         "training.x: planned [1, 2], now [1]",
         'training.y: planned unset, now "z"',
