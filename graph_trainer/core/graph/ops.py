@@ -420,6 +420,9 @@ def _new_storages(node: fx.Node) -> ValueStorages:
 
     Results that are not tensors, such as gradients that are not needed, are counted too.
     """
+    result = value_of(node)
+    if not isinstance(result, (list, tuple)):  # as of most: a closure for each is a cycle of garbage
+        return (node, 0)
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:
@@ -427,7 +430,7 @@ def _new_storages(node: fx.Node) -> ValueStorages:
             return [number(part) for part in value]
         return (node, next(place))
 
-    return number(value_of(node))
+    return number(result)
 
 
 def erase_unused(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
