@@ -421,7 +421,7 @@ def _new_storages(node: fx.Node) -> ValueStorages:
     Results that are not tensors, such as gradients that are not needed, are counted too.
     """
     result = value_of(node)
-    if not isinstance(result, (list, tuple)):  # as of most: a closure for each is a cycle of garbage
+    if not isinstance(result, (list, tuple)):  # most; a closure for each is a cycle of garbage
         return (node, 0)
     place = itertools.count()
 
