@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.tools.utils import device_type
 
-from graph_trainer.core.text import wrapped
+from graph_trainer.core.text import width_of_ranks, wrapped
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 CONSOLE_LOG = "console.log"
@@ -29,6 +29,12 @@ _NO_NEWS_OF_TORCH = (
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
 _PROGRESS = re.compile(r"(validate )?step: ")
 _MFU = re.compile(r"\s+(\x1b\[[\d;]+m)?mfu: \S+$")
+_NARROWER = (  # one after the other, until a line of progress fits
+    (re.compile(r"(?<=:) +"), " "),
+    (re.compile("  "), " "),
+    (re.compile(r"(?<=\.\d)\d(?=%)"), ""),
+    (re.compile(r"\s+(\x1b\[[\d;]+m)?tflops: \S+"), ""),  # MFU says it too
+)
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -86,7 +92,11 @@ class _Lines(logging.Formatter):
     def format(self, record: Any) -> str:
         text = super().format(record)  # with the traceback, where there is one
         if _PROGRESS.match(record.plain):
-            return _MFU.sub("", text) if device_type == "cpu" else text
+            text = _MFU.sub("", text) if device_type == "cpu" else text
+            for pattern, instead in _NARROWER:
+                if len(_COLOUR.sub("", text)) > width_of_ranks():
+                    text = pattern.sub(instead, text)
+            return text
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         return "\n".join(map(wrapped, text.split("\n")))

@@ -257,21 +257,29 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
     tensor = parallelism.tensor_parallel_degree
     fixed = replicate * tensor * parallelism.context_parallel_degree
     if world_size is not None:
-        names = ["data_parallel_replicate_degree", "tensor_parallel_degree"]
-        if parallelism.context_parallel_degree != 1:
-            names.append("context_parallel_degree")
+        degrees = (
+            f"{each}_degree"
+            for each in ("data_parallel_replicate", "tensor_parallel", "context_parallel")
+        )
+        names = [name for name in degrees if getattr(parallelism, name) != 1]
+        key = "data_parallel_shard_degree"
+        if shard == -1 and names:  # which nobody need have set: named is what somebody did
+            key, *names = names
         product = " x ".join(f"{name} {getattr(parallelism, name)}" for name in names)
         if shard == -1:
-            problem = f"{product} does not divide {world_size} ranks"
-            remedy = f"Start a multiple of {fixed} ranks, or lower one of these."
+            problem = f"times {product} = {fixed}, which " if names else ""
+            problem += f"does not divide {world_size} ranks"
+            lower = "one of these" if names else "it"
+            remedy = f"Start a multiple of {fixed} ranks, or lower {lower}."
         else:
             ranks = fixed * shard
-            problem = f"times {product} = {ranks} ranks, but {world_size} are started"
+            problem = f"times {product} = {ranks} ranks" if names else f"that is {ranks} ranks"
+            problem += f", but {world_size} are started"
             remedy = f"Set -1 for what is left, or start {ranks} ranks."
         fitting = world_size // fixed if shard == -1 else shard
         if fixed * fitting != world_size or fitting == 0:
             others = tuple(f"parallelism.{name}" for name in names)
-            yield Problem("parallelism.data_parallel_shard_degree", problem, remedy, others)
+            yield Problem(f"parallelism.{key}", problem, remedy, others)
             return
         shard = fitting
     if shard != -1 and training.global_batch_size != -1:
@@ -490,10 +498,18 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             remedy = "Name a .json file, by a path from dump_folder on."
             yield Problem(SAVE_ROUTING, "not a file to write to", remedy)
     section, hardware = config.activation_checkpoint, config.compile.hardware
-    try:
-        activation_settings(section)
-    except ConfigError as error:
-        yield _unreadable("activation_checkpoint.path", getattr(section, "path", ""), error)
+    if isinstance(section, FileAC.Config) and not section.path:
+        yield Problem(
+            "activation_checkpoint.type",
+            "it reads a table of what backward keeps, and activation_checkpoint.path is unset",
+            "Set the path to a TOML file, such as `graph-trainer plan --table` writes.",
+            value="file",
+        )
+    else:
+        try:
+            activation_settings(section)
+        except ConfigError as error:
+            yield _unreadable("activation_checkpoint.path", getattr(section, "path", ""), error)
     try:
         if hardware is not None:
             load_hardware(hardware, "compile.hardware")
@@ -535,6 +551,7 @@ def _text_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             "hf_assets_path",
             'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
             'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
+            ("tokenizer.type",),
         )
 
 

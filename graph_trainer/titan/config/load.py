@@ -51,7 +51,7 @@ def load_config(
     logging.disable(logging.WARNING)
     try:
         where, entry, in_file = read_source(flags.module, flags.config)
-        origins = Origins(where)
+        origins = Origins(f"config {entry.base}")
         table = merge(table_of(entry), in_file, where, origins)
         table = merge(table, flags.table, COMMAND_LINE, origins)
         config, problems = build_config(entry, table, origins)

@@ -39,8 +39,8 @@ GUESS = "Did you mean {}? "
 class Origins:
     """Which keys of a merged table file and flags set."""
 
-    file: str = "config"
-    """The file's name, or another name of the config for messages."""
+    base: str = "config"
+    """What messages call the registry entry, which has the keys that nothing else sets."""
     where: dict[str, str] = dataclasses.field(default_factory=dict)
     """Key -> the file or the command line; entries of lists by index, as `section.list.0.key`."""
 
@@ -71,12 +71,17 @@ class Problem(NamedTuple):
 
 
 def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
-    """Make the error of all problems, a line each, with the place that set the key."""
-    lines = [
-        f"{origins.of(each.key, *each.others) or origins.file}: {each.key} = {show(each.value)}: "
-        f"{each.problem.rstrip('.')}. {each.remedy}".rstrip()
-        for each in problems
-    ]
+    """Make the error of all problems, a line each, with the place that set the key.
+
+    A value of the registry entry is said to be its, beside the place that set what decides.
+    """
+    lines = []
+    for key, problem, remedy, others, value in problems:
+        own, deciding = origins.of(key), origins.of(*others)
+        of_entry = f" of {origins.base}" if value is not None and deciding and not own else ""
+        place = own if own == COMMAND_LINE else deciding or own or origins.base
+        said = f"{place}: {key} = {show(value)}{of_entry}: {problem.rstrip('.')}. {remedy}"
+        lines.append(said.rstrip())
     return ConfigError("\n".join(lines))
 
 
@@ -224,9 +229,9 @@ def read_source(
     Raises:
         ConfigError: there is no such module or config, or the file cannot be used.
     """
-    name = name or DEFAULT_CONFIG
     registry = registry_module(module or DEFAULT_MODULE)
     path = find_config(registry.__name__, name)
+    name = name or DEFAULT_CONFIG
     where, table = f"config {name}", {"base": name}
     if path is not None:
         where, table = str(path), with_none(read_toml(path, "--config"), str(path))
@@ -330,7 +335,7 @@ def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     return entries
 
 
-def find_config(module: str, name: str) -> Path | None:
+def find_config(module: str, asked: str | None) -> Path | None:
     """Find the file that `--module module --config name` means.
 
     A name with a path separator or the suffix .toml is a path. Any other is a file in the module's
@@ -342,6 +347,7 @@ def find_config(module: str, name: str) -> Path | None:
     Raises:
         ConfigError: nothing has that name; the message lists the known names.
     """
+    name = asked or DEFAULT_CONFIG
     if name.endswith(".toml") or os.sep in name or "/" in name:
         return Path(name)
     module = module.removesuffix(".config_registry")
@@ -359,6 +365,11 @@ def find_config(module: str, name: str) -> Path | None:
     if name in functions:
         return None
     known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")}) or [*functions]
+    if not asked:
+        raise ConfigError(
+            f"--module {module}: it has no {DEFAULT_CONFIG}, which is taken without --config. Name "
+            f"one of {', '.join(known)} with --config, or a path to a .toml file."
+        )
     guess = did_you_mean(candidates[-1], known, GUESS)
     guess = f"Did you mean {name}.toml? " if os.path.isfile(f"{name}.toml") else guess
     raise ConfigError(

@@ -95,7 +95,7 @@ def test_ngpu_then_gpus_then_the_degrees_choose_the_ranks(
 
 
 def test_the_config_is_checked_for_the_ranks_of_all_machines(prepare: Prepare) -> None:
-    with pytest.raises(ConfigError, match="= 3 ranks, but 4 are started"):
+    with pytest.raises(ConfigError, match="that is 3 ranks, but 4 are started"):
         prepare(SHARD, "3", **SEVERAL)
 
 
@@ -252,13 +252,13 @@ def test_a_terminal_shows_what_rank_0_does_until_its_next_line(
     ours, its = pty.openpty()
     shown = b""
 
-    def read_until(part: bytes) -> None:
+    def read_until(pattern: bytes) -> None:
         nonlocal shown
-        until = time.monotonic() + 20
-        while part not in shown and time.monotonic() < until:
+        until = time.monotonic() + 60
+        while not re.search(pattern, shown) and time.monotonic() < until:
             if select.select([ours], [], [], 0.1)[0]:
                 shown += os.read(ours, 4096)
-        assert part in shown, shown
+        assert re.search(pattern, shown), shown
 
     def torchrun(arguments: list[str]) -> None:
         """Write what a rank prints as torchrun does, from the rank's file in a thread."""
@@ -268,7 +268,7 @@ def test_a_terminal_shows_what_rank_0_does_until_its_next_line(
         with file.open("w", buffering=1) as rank:
             print("first", file=rank)
             print(PHASE, "Capturing", file=rank)
-            read_until(b"0:00:01")
+            read_until(rb"0:0\d:(0[1-9]|[1-5]\d)")  # a busy machine may leave seconds out
             if ends == "error":
                 tail.stop()
                 raise ChildFailedError("rank", {0: ProcessFailure(0, 1, 3, "none")})

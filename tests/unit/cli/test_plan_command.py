@@ -43,8 +43,8 @@ BAD = {
         "Did you mean parallelism.tensor_parallel_degree",
     ),
     "flag without value": (["--hardware"], "--hardware: expected one argument"),
-    "degree that does not divide": (["--world-size", "6", TP, "4"], "4 does not divide 6"),
-    "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "= 3 ranks, but 4 are started"),
+    "degree that does not divide": (["--world-size", "6", TP, "4"], "4: does not divide 6"),
+    "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "3 ranks, but 4 are started"),
     "batch of other ranks": (
         [TP, "2", SHARD, "2", "--training.local_batch_size", "2", "--training.global_batch_size",
          "6"],

@@ -77,3 +77,33 @@ def test_a_terminal_gets_colours_and_a_gpu_its_mfu(log, monkeypatch):
     assert log()[-1] == STEP
     monkeypatch.setattr(console, "device_type", "cpu")
     assert log()[-1] == STEP.partition("  " + Color.magenta)[0]
+
+
+def step_line(loss: float, tps: int) -> str:
+    """As torchtitan 0.3.0 writes it (`MetricsProcessor.log`)."""
+    return (
+        f"{Color.red}step: {2000:2}  {Color.green}loss: {loss:8.5f}  "
+        f"{Color.orange}grad_norm: {1.25:7.4f}  {Color.turquoise}memory: {70.125:5.2f}GiB"
+        f"({88.5:.2f}%)  {Color.blue}tps: {tps:,}  {Color.cyan}tflops: {451.25:,.2f}  "
+        f"{Color.magenta}mfu: 45.62%{Color.reset}"
+    )
+
+
+@pytest.mark.parametrize(("loss", "tps"), [(2.5, 7123), (12.25, 112_345)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_line_of_progress_fits_behind_the_name_of_its_rank(log, monkeypatch, device, loss, tps):
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setattr(console, "device_type", device)
+    log()
+    shown = console._COLOUR.sub("", logged(step_line(loss, tps)))
+    assert len(f"[rank0]:{shown}") <= 100
+    for field in (f"loss: {loss:.5f}", "grad_norm: 1.2500", "GiB(88.5", f"tps: {tps:,}"):
+        assert field in shown
+    assert "mfu: 45.6" in shown or device == "cpu"
+
+
+def logged(message: str) -> str:
+    record = logging.LogRecord("titan", logging.INFO, "", 0, message, (), None)
+    handler = logging.getLogger().handlers[0]
+    assert handler.filter(record)
+    return handler.format(record)

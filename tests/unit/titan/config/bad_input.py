@@ -265,8 +265,8 @@ IN_FILES = (
         '[activation_checkpoint]\ntype = "layers"\nlayers = 0',
     ),
     Bad(
-        'activation_checkpoint.path = "": ',
-        "Name a readable UTF-8 TOML file",
+        'activation_checkpoint.type = "file": ',
+        "Set the path to a TOML file",
         '[activation_checkpoint]\ntype = "file"',
     ),
     Bad(

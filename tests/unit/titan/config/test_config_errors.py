@@ -9,7 +9,7 @@ from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.titan.config.build import build_config
 from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config, merge, table_of
-from graph_trainer.titan.config.sources import Origins, refusal, with_none
+from graph_trainer.titan.config.sources import Origins, Problem, refusal, with_none
 from tests.examples import examples
 from tests.unit.titan.config.bad_input import IN_FILES, ON_THE_COMMAND_LINE
 
@@ -151,8 +151,13 @@ def test_all_values_out_of_bounds_are_in_one_error(tmp_path):
     ("flags", "ranks", "named"),
     [
         ({"data_parallel_shard": 3}, 2, ["data_parallel_shard_degree = 3", "2 are started", "-1"]),
-        ({"tensor_parallel": 4}, 2, ["tensor_parallel_degree 4", "2 ranks", "multiple of 4"]),
-        ({"tensor_parallel": 4}, 6, ["tensor_parallel_degree 4", "6 ranks", "multiple of 4"]),
+        ({"tensor_parallel": 4}, 2, ["tensor_parallel_degree = 4: does not divide 2 ranks."]),
+        ({"tensor_parallel": 4}, 6, ["tensor_parallel_degree = 4", "6 ranks", "multiple of 4"]),
+        (
+            {"tensor_parallel": 2, "context_parallel": 2},
+            6,
+            ["tensor_parallel_degree = 2: times context_parallel_degree 2 = 4, which does not"],
+        ),
         ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, 8, ["= 4 ranks", "8 are"]),
         ({"data_parallel_replicate": 2, "data_parallel_shard": 0}, 2, ["shard_degree", "0", "-1"]),
     ],
@@ -359,3 +364,15 @@ def test_a_module_whose_packages_do_not_fit_each_other_is_refused(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     message = refused(["--module", "broken_registry"])
     assert "--module broken_registry: its import fails: operator x does not exist. Mend" in message
+
+
+def test_a_value_of_the_registry_entry_is_said_to_be_its(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('base = "llama3_8b"\n[tokenizer]\ntype = "huggingface"\n')
+    said = (
+        'hf_assets_path = "./assets/hf/Llama-3.1-8B" of config llama3_8b: there is no such folder'
+    )
+    assert f"own.toml: {said}" in refused(["--config", str(path)])
+    assert f"command line: {said}" in refused(["--config", "8b", "--tokenizer.type=huggingface"])
+    nobody = refusal([Problem("a", "is odd", "Mend it.", value=1)], Origins("config llama3_8b"))
+    assert str(nobody) == "config llama3_8b: a = 1: is odd. Mend it."
