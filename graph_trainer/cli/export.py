@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     from graph_trainer.titan.checkpoint_reader import METADATA
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.export import export
+    from graph_trainer.titan.files import why_no_folder
 
     if not is_complete(given.checkpoint):
         steps: list[str] = []
@@ -39,8 +40,15 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{given.checkpoint} is an export already, which from_pretrained reads.")
     if given.to.exists():
         raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
+    if problem := why_no_folder(given.to):
+        raise ConfigError(f"--to {given.to}: {problem}. Name another folder.")
     run = given.checkpoint.resolve().parent.parent
-    if not any(word.startswith("--config") for word in rest) and (run / "config.toml").is_file():
+    if not any(word.startswith("--config") for word in rest):
+        if not (run / "config.toml").is_file():
+            raise ConfigError(
+                f"{given.checkpoint}: {run} has no config.toml, which says what model it is of. "
+                "Name the config of its run with --config."
+            )
         rest[:0] = ["--config", str(run / "config.toml")]
     config = load_config(rest, prog="graph-trainer export", reads_text=False)
     config.dump_folder = str(run)

@@ -68,6 +68,8 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
         ConfigError: a file that cannot be read or is not TOML; all that is wrong, a line each.
     """
     flags: dict[str, str] = {}
+    if {"--quiet", "--verbose"} <= {*argv}:
+        raise ConfigError(f"{_FLAGS}: --quiet and --verbose: which of the two? Keep one.")
     for word, after in zip(argv, [*argv[1:], "--"], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("--"):

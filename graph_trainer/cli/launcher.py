@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -338,6 +337,8 @@ def _check_folders(config: GraphTrainerConfig) -> None:
     """Refuse folders that nothing can be written to, where the run would write."""
     from torchtitan.tools.filesystem import is_remote
 
+    from graph_trainer.titan.files import why_no_folder
+
     metrics, checkpoint, profiler = config.metrics, config.checkpoint, config.profiler
     folders = [("dump_folder", ""), ("dump_folder", "structured_logs")]
     if metrics.enable_tensorboard:
@@ -354,16 +355,11 @@ def _check_folders(config: GraphTrainerConfig) -> None:
     for key, name in folders:
         if is_remote(os.path.join(config.dump_folder, name)):
             continue
-        folder = Path(os.path.abspath(os.path.join(config.dump_folder, name)))
-        there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
-        try:
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
+        if problem := why_no_folder(Path(config.dump_folder, name)):
             value = config.dump_folder if key == "dump_folder" else name
             raise ConfigError(
-                f'{key} = "{value}": nothing can be written to {folder} '
-                f"({error.strerror}). Set it to a folder that you may write."
-            ) from None
+                f'{key} = "{value}": {problem}. Set it to a folder that you may write.'
+            )
 
 
 def memory_of_rank(launch: Launch) -> tuple[DeviceMemory, DeviceMemory]:
@@ -387,6 +383,7 @@ def check_step_fits(launch: Launch) -> None:
     machines, each of which would plan it.
 
     Raises:
+        ConfigError: the config does not fit the model.
         MemoryLimitError: with what the memory is for, and what would help.
     """
     from graph_trainer.core.simulation.detect import detect_hardware
@@ -416,7 +413,7 @@ def check_step_fits(launch: Launch) -> None:
                 host_memory=lambda joint: on_host,
                 on_progress=say,
             )
-    except MemoryLimitError:
+    except (ConfigError, MemoryLimitError):
         raise
     except (Exception, SystemExit):  # of the user's own code too: the ranks, which run it, say it
         logging.getLogger(__name__).debug("the step is not planned", exc_info=True)

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, words: list[str]) -> int:
-    if command in ("-h", "--help"):
+    if command in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0
     if command == "--version":
@@ -98,7 +98,7 @@ def _run(command: str, words: list[str]) -> int:
         print(f"graph-trainer {installed}")
         return 0
     if command not in _COMMANDS:
-        guess = did_you_mean(command, _COMMANDS, otherwise=".")
+        guess = did_you_mean(command, [*_COMMANDS, "--help", "--version"], otherwise=".")
         raise ConfigError(
             f"command line: there is no command {command}{guess} "
             f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."

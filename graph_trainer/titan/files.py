@@ -44,6 +44,18 @@ def _problem_of(path: Path) -> str:
     return ""
 
 
+def why_no_folder(path: Path) -> str:
+    """Try to write to a folder that there is, or that could be made; return why that is impossible,
+    or an empty text."""
+    path = Path(os.path.abspath(path))
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"nothing can be written to {path} ({error.strerror})"
+    return ""
+
+
 @contextlib.contextmanager
 def published(path: Path) -> Iterator[IO[str]]:
     """Open a file that gets its name only when all of it is written.

@@ -1,18 +1,40 @@
 """[optimizer]: torchtitan's parameter groups, and the settings that they share."""
 
 import copy
-from dataclasses import dataclass, fields, replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+from graph_trainer.core.suggest import show
+from graph_trainer.errors import ConfigError
 
 SHARED = ("lr", "betas", "weight_decay", "eps")
 """The keys of [optimizer] that set every group which does not set its own."""
 
 
 @dataclass(kw_only=True, slots=True)
+class ParameterGroup(ParamGroupConfig):
+    """torchtitan's parameter group, which need not name AdamW nor what [optimizer] sets."""
+
+    optimizer_name: str = "AdamW"
+    """The optimizer of this group."""
+
+    optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of this group's optimizer, beside and before those that [optimizer] has for all
+    groups: lr, betas, weight_decay, eps."""
+
+
+@dataclass(kw_only=True, slots=True)
 class SharedOptimizerConfig(OptimizersContainer.Config):
     """torchtitan's [optimizer], with settings that all its parameter groups share."""
+
+    param_groups: list[ParameterGroup] = field(default_factory=list)
+    """Parameters by name, each group with an optimizer and settings of its own; of the patterns
+    that match a name the first counts."""
 
     lr: float | None = None
     """The learning rate of every parameter group whose optimizer_kwargs have none."""
@@ -32,7 +54,7 @@ class SharedOptimizerConfig(OptimizersContainer.Config):
         values = {name: getattr(self, name) for name in SHARED}
         return {name: value for name, value in values.items() if value is not None}
 
-    def resolved_groups(self) -> list[ParamGroupConfig]:
+    def resolved_groups(self) -> list[ParameterGroup]:
         """Return the parameter groups with all that they are trained with."""
         shared = self.shared()
         return [
@@ -40,11 +62,41 @@ class SharedOptimizerConfig(OptimizersContainer.Config):
             for group in self.param_groups
         ]
 
-    def build(self, **components: Any) -> Any:
-        """Make torchtitan's optimizers of the resolved groups."""
+    def build(self, *, model_parts: list[nn.Module]) -> Any:
+        """Make torchtitan's optimizers of the resolved groups.
+
+        Raises:
+            ConfigError: as `check_patterns`.
+        """
+        for part in model_parts:
+            named = part.named_parameters()
+            check_patterns(self.param_groups, [name for name, p in named if p.requires_grad])
         resolved = copy.copy(self)
         resolved.param_groups = self.resolved_groups()
-        return OptimizersContainer(resolved, **components)
+        return OptimizersContainer(resolved, model_parts=model_parts)
+
+
+def check_patterns(groups: Sequence[ParamGroupConfig], names: Iterable[str]) -> None:
+    """Refuse groups that leave out a trained parameter, or one of them without any.
+
+    Raises:
+        ConfigError: with a name or pattern, and what to write.
+    """
+    left = list(names)
+    for i, group in enumerate(groups):
+        others = [name for name in left if not re.search(group.pattern, name)]
+        if len(others) == len(left):
+            raise ConfigError(
+                f"optimizer.param_groups[{i}].pattern = {show(group.pattern)}: it finds none of "
+                "the parameters that the groups before it leave. Correct it, or remove the group."
+            )
+        left = others
+    if left:
+        more = f" and of {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConfigError(
+            f"optimizer.param_groups: no pattern finds the name of {left[0]}{more}, which would "
+            'not be trained. Add a last [[optimizer.param_groups]] with pattern = ".*".'
+        )
 
 
 def with_shared_settings(config: Any) -> Any:
@@ -64,7 +116,8 @@ def with_shared_settings(config: Any) -> Any:
     for group in config.param_groups:
         moved = _taken(group, shared)
         kept = {k: v for k, v in group.optimizer_kwargs.items() if k not in moved}
-        groups.append(replace(group, optimizer_kwargs=kept))
+        named = {f.name: getattr(group, f.name) for f in fields(group)}
+        groups.append(ParameterGroup(**named | {"optimizer_kwargs": kept}))
     named = {f.name: getattr(config, f.name) for f in fields(config)} | {"param_groups": groups}
     return SharedOptimizerConfig(**named, **shared)
 

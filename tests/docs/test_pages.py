@@ -105,6 +105,9 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
         for key, value in given.items():
             if isinstance(value, dict):
                 check(value, found[key], f"{path}{key}.")
+            elif isinstance(value, list) and dict in map(type, value):
+                for i, (entry, its) in enumerate(zip(value, found[key], strict=True)):
+                    check(entry, its, f"{path}{key}[{i}].")
             else:
                 assert found[key] == value, f"{path}{key}"
 

@@ -51,6 +51,7 @@ def file(tmp_path):
 def test_one_of_two_is_not_taken_without_a_word(flag):
     assert f"{flag} a and {flag} b: which of the two? Keep one." in early(flag, "a", f"{flag}=b")
     assert "which of the two" not in early(flag, "a", flag, "a")
+    assert "--quiet and --verbose: which of the two? Keep one." in early("--quiet", "--verbose")
 
 
 def test_it_says_what_the_loader_says_and_nothing_else(file):

@@ -301,6 +301,8 @@ def test_completion_asks_for_a_shell_that_it_knows(capsys):
 def test_unknown_commands_are_told_the_nearest(capsys):
     code, out, err = run(capsys, "frain")
     assert (code, out) == (2, "") and "no command frain; did you mean 'train'?" in err
+    assert "did you mean '--help'?" in run(capsys, "--hlep")[2]
+    assert run(capsys, "help") == run(capsys, "--help")
     for command in ("passes", "doctor"):
         code, out, err = run(capsys, command, "now")
         assert (code, out) == (2, "") and "now" in err

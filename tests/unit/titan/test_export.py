@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from graph_trainer.cli.main import main
-from graph_trainer.errors import CheckpointError
+from graph_trainer.errors import CheckpointError, GraphTrainerError
 from graph_trainer.titan.checkpoint_files import HF_INDEX, SUMS, ManifestWriter, damage
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -96,7 +97,7 @@ def test_from_pretrained_gives_the_same_logits_and_tokens(
 def test_what_is_no_checkpoint_of_the_config_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, _, checkpoint = run_of("graph_trainer.llama3", tmp_path)
+    config, _, checkpoint = run_of("graph_trainer.llama3", tmp_path)
     folder = tmp_path / "exported"
 
     def refused(*words: str) -> str:
@@ -111,7 +112,10 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     assert "there is no --too" in refused(str(checkpoint), "--too", str(folder))
     (tmp_path / "file").touch()
     said = refused(str(checkpoint), "--to", str(tmp_path / "file" / "x"))
-    assert "name another one with --to" in said and "checkpoint.folder" not in said
+    assert "nothing can be written to" in said and "(Not a directory). Name another" in said
+    with pytest.raises(GraphTrainerError, match="name another one with --to") as caught:
+        export(checkpoint, tmp_path / "file" / "x", config)
+    assert "checkpoint.folder" not in str(caught.value)
     assert "name a folder step-N of a run" in refused(str(tmp_path), "--to", str(folder))
     assert "required: checkpoint. `graph-trainer export --help`" in refused("--to", str(folder))
     other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")
@@ -123,6 +127,10 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     (folder.parent / "done").mkdir()
     (folder.parent / "done" / HF_INDEX).touch()
     assert "is an export already" in refused(str(folder.parent / "done"), "--to", str(folder))
+    moved = shutil.copytree(checkpoint, tmp_path / "moved" / "far" / "step-3")
+    assert "moved has no config.toml, which says what model" in refused(
+        str(moved), "--to", str(folder)
+    )
     (part,) = checkpoint.glob("*.distcp")
     part.write_bytes(part.read_bytes()[:-1])
     said = refused(str(checkpoint), "--to", str(folder))

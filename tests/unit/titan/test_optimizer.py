@@ -1,13 +1,17 @@
 """[optimizer]: settings that parameter groups share."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from torch import nn
 
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.optimizer import with_shared_settings
+from graph_trainer.titan.optimizer import ParameterGroup, with_shared_settings
 
 # graph_trainer binds the device before torchtitan does
 from torchtitan.components import optimizer as titan  # isort: skip
@@ -17,7 +21,6 @@ GROUPS = """\
 lr = 1e-3
 [[optimizer.param_groups]]
 pattern = "norm"
-optimizer_name = "AdamW"
 optimizer_kwargs = { weight_decay = 0.0, lr = 5e-4 }
 [[optimizer.param_groups]]
 pattern = ".*"
@@ -71,7 +74,8 @@ def test_groups_that_differ_keep_what_is_theirs():
     given = titan.OptimizersContainer.Config(param_groups=groups)
     shared = with_shared_settings(given)
     assert shared.shared() == {"eps": 1e-8}  # which DistMuon has another default of
-    assert shared.resolved_groups() == groups == given.param_groups
+    resolved = [dataclasses.astuple(each) for each in shared.resolved_groups()]
+    assert resolved == [dataclasses.astuple(each) for each in groups]
     assert with_shared_settings(shared) is shared
 
 
@@ -80,4 +84,36 @@ def test_an_optimizer_set_in_python_trains_as_it_was_set():
     given = titan.default_adamw(lr=7e-4, amsgrad=True)
     config = dataclasses.replace(config, optimizer=given)
     assert config.optimizer.lr == 7e-4
-    assert config.optimizer.resolved_groups() == given.param_groups
+    (resolved,), (group,) = config.optimizer.resolved_groups(), given.param_groups
+    assert dataclasses.astuple(resolved) == dataclasses.astuple(group)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["norm"], "no pattern finds the name of up.weight and of 1 more, which would not be"),
+        (["up", "norm.w"], "no pattern finds the name of norm.bias, which would not be trained"),
+        ([".*", "norm"], '[1].pattern = "norm": it finds none of the parameters that the groups'),
+    ],
+)
+def test_every_parameter_has_a_group_and_every_group_a_parameter(patterns, said):
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4)})
+    config = load_config([]).optimizer
+    config.param_groups = [ParameterGroup(pattern=each) for each in patterns]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.build(model_parts=[model])
+
+
+def test_a_parameter_that_is_not_trained_needs_no_group():
+    model = nn.ModuleDict({"norm": nn.LayerNorm(4), "up": nn.Linear(4, 4).requires_grad_(False)})
+    config = load_config([]).optimizer
+    config.param_groups = [ParameterGroup(pattern="norm")]
+    (optimizer,) = config.build(model_parts=[model]).optimizers
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_a_plan_refuses_groups_as_the_ranks_do():
+    config = load_config([])
+    config.optimizer.param_groups = [ParameterGroup(pattern="norm")]
+    with pytest.raises(ConfigError, match="no pattern finds the name of tok_embeddings.weight"):
+        make_plan(config, 8, load_hardware("h100-sxm"))

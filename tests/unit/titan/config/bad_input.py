@@ -82,9 +82,9 @@ KEYS_AND_TYPES = (
     Bad('activation_checkpoint.type = "memory_budget"', 'Write "selective"'),
     Bad('activation_checkpoint.type = "sel"', "Did you mean selective?"),
     Bad(
-        'optimizer.param_groups[0] = { pattern = ".*" }',
-        "Add optimizer.param_groups[0].optimizer_name",
-        "[[optimizer.param_groups]]\npattern = '.*'",
+        'optimizer.param_groups[0] = { optimizer_name = "Adam" }',
+        "Add optimizer.param_groups[0].pattern",
+        "[[optimizer.param_groups]]\noptimizer_name = 'Adam'",
     ),
     Bad(
         'activation_checkpoint.path = "x.toml": unknown key',

@@ -324,7 +324,7 @@ FREE = st.recursive(
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_survives_the_way_to_toml_and_back(data, tmp_path):
-    from torchtitan.components.optimizer import ParamGroupConfig
+    from graph_trainer.titan.optimizer import ParameterGroup
 
     draw = data.draw
     config = load_config([])
@@ -340,7 +340,7 @@ def test_any_value_survives_the_way_to_toml_and_back(data, tmp_path):
     )
     config.training.max_norm = draw(FLOATS | st.just(float("inf")) | st.integers(1, 9))
     config.optimizer.param_groups = [
-        ParamGroupConfig(
+        ParameterGroup(
             pattern=re.escape(draw(TEXT)),
             optimizer_name=draw(st.sampled_from(["Adam", "AdamW"])),
             optimizer_kwargs={
