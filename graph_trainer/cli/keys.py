@@ -18,6 +18,7 @@ from graph_trainer.core.suggest import (
     nearest,
     show,
     unknown_key,
+    wrong_base,
     wrong_choice,
     wrong_type,
 )
@@ -86,9 +87,13 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
         table = read_toml(Path(config), "--config")
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
-    modules = schema["properties"]["module"]["examples"]
-    module = flags.get("module") or table.get("module", modules[0])
-    if module not in modules and f"graph_trainer.{module}" not in modules:
+    module = flags.get("module") or table.get("module", schema["properties"]["module"]["default"])
+    bases = [
+        each["then"]["properties"]["base"]["enum"]
+        for each in schema["allOf"]
+        if module in each["if"]["properties"]["module"]["enum"]
+    ]
+    if not bases:
         return
     known: _Known = {}
     free: list[str] = []  # tables with keys of any name
@@ -104,6 +109,9 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
     types = {key: str(value) for _, key, _, value in given}
     moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
     lines = list(_wrong_flags(argv, command, schema["properties"]))
+    base = table.get("base", bases[0][0])
+    if base not in bases[0] and module.startswith("graph_trainer."):  # else it may be a user's own
+        lines.append(f"{config}: {wrong_base(base, f'{module}.config_registry', bases[0])}")
     texts: list[str] = []  # of flags, which the loader would tell
     for where, key, shown, value in given:
         section, _, name = key.rpartition(".")

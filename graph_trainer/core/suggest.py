@@ -53,6 +53,8 @@ def did_you_mean(
     return text.format(close[0]) if close else otherwise
 
 
+GUESS = "Did you mean {}? "
+
 AS_SECTION = "Write its keys under a [{key}] heading, or as --{key}.key value."
 """The remedy for a value in the place of a section."""
 
@@ -115,9 +117,18 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")
 
 
+def wrong_base(base: Any, registry: str, entries: Sequence[str]) -> str:
+    """Say that a file's `base` is none of the entries of a registry of configs."""
+    guess = did_you_mean(base, entries, GUESS) if isinstance(base, str) else ""
+    return (
+        f"base = {show(base)}: no function of {registry}, so there is no model to train. "
+        f"{guess}Write {' or '.join(map(show, entries))}."
+    )
+
+
 def wrong_choice(value: Any, choices: Sequence[Any]) -> tuple[str, str]:
     """Return problem and remedy of a value that is none of the choices."""
-    guess = did_you_mean(value, choices, "Did you mean {}? ") if isinstance(value, str) else ""
+    guess = did_you_mean(value, choices, GUESS) if isinstance(value, str) else ""
     return "not one of the known values", f"{guess}Write {', '.join(map(show, choices))}."
 
 

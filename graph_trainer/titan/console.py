@@ -20,10 +20,12 @@ _NO_NEWS = (
     "Error running lspci",  # the device's name is used instead
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchtitan's own default
     "initial_load_model_only=True has no effect",  # it is the default
+    "While redistributing from (Partial(sum)",  # torchtitan's norm of the gradients
 )
 _NO_NEWS_OF_TORCH = (
     r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",
     "To get the last learning rate computed by the scheduler",  # torchtitan's, when it resumes
+    "In CPU autocast, but the target dtype is not supported",  # torchtitan's experts use float32
 )
 
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
@@ -64,6 +66,7 @@ def set_up_console(config: GraphTrainerConfig) -> None:
         return
     for message in _NO_NEWS_OF_TORCH:
         warnings.filterwarnings("ignore", message)
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(is_news)
     no_news: tuple[str, ...] = _NO_NEWS
     if not config.checkpoint.initial_load_in_hf:
         no_news += ("model.safetensors.index.json not found",)

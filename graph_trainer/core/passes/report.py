@@ -14,7 +14,7 @@ from graph_trainer.core.graph.content import Content, is_same, known_content
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
-from graph_trainer.core.text import aligned
+from graph_trainer.core.text import WIDTH, aligned, wrapped
 from graph_trainer.core.units import MIB
 
 HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", "peak MiB", "s")
@@ -150,4 +150,4 @@ class Report:
 
     def __str__(self) -> str:
         lines = aligned([HEADINGS, *self.cells()], right=range(1, len(HEADINGS)))
-        return "\n".join([*lines, *self.notes()])
+        return "\n".join([*lines, *(wrapped(note, WIDTH) for note in self.notes())])

@@ -36,6 +36,7 @@ from torchtitan.hf_datasets import text_datasets
 
 from graph_trainer.core.suggest import (
     AS_SECTION,
+    GUESS,
     did_you_mean,
     show,
     unknown_key,
@@ -54,7 +55,6 @@ from graph_trainer.titan.config.run_config import (
 )
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,
-    GUESS,
     NO_VALUE,
     FlagText,
     Origins,

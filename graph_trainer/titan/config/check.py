@@ -24,7 +24,7 @@ from graph_trainer.core.passes.catalogue import (
     without_effect,
 )
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.suggest import did_you_mean, show, wrong_type
+from graph_trainer.core.suggest import GUESS, did_you_mean, show, wrong_type
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
@@ -46,7 +46,7 @@ from graph_trainer.titan.config.run_config import (
     changed_sections,
     with_text_of_training,
 )
-from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Problem, refusal
+from graph_trainer.titan.config.sources import COMMAND_LINE, Origins, Problem, refusal
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer

@@ -11,7 +11,7 @@ import docstring_parser
 from pydantic import TypeAdapter
 
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
-from graph_trainer.core.suggest import did_you_mean, show
+from graph_trainer.core.suggest import GUESS, did_you_mean, show
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.build import (
     NONE,
@@ -29,7 +29,6 @@ from graph_trainer.titan.config.run_config import (
 )
 from graph_trainer.titan.config.sources import (
     DEFAULT_MODULE,
-    GUESS,
     UNSET,
     known_modules,
     registry_functions,
@@ -63,8 +62,8 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
         },
         "module": {
             "type": "string",
-            "description": "The package whose config_registry holds `base`. Left out: "
-            f"{DEFAULT_MODULE}.",
+            "description": "The package whose config_registry holds `base`.",
+            "default": DEFAULT_MODULE,
             "examples": list(known_modules()),
         },
         **top["properties"],

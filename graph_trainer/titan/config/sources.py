@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.suggest import did_you_mean, show
+from graph_trainer.core.suggest import GUESS, did_you_mean, show, wrong_base
 from graph_trainer.core.toml_file import config_folders, read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
@@ -31,8 +31,6 @@ COMMAND_LINE = "command line"
 
 UNSET = "unset"
 """The key that lists a table's keys whose value is None, which TOML cannot write."""
-
-GUESS = "Did you mean {}? "
 
 
 @dataclass
@@ -245,11 +243,7 @@ def read_source(
         registry = registry_module(in_file, where)
     functions = registry_functions(registry)
     if not isinstance(base, str) or base not in functions:
-        guess = did_you_mean(base, functions, GUESS) if isinstance(base, str) else ""
-        raise ConfigError(
-            f"{where}: base = {show(base)}: no function of {registry.__name__}, so there is no "
-            f"model to train. {guess}Write {' or '.join(map(show, functions))}."
-        )
+        raise ConfigError(f"{where}: {wrong_base(base, registry.__name__, [*functions])}")
     try:
         entry = functions[base]()
         if not isinstance(entry, GraphTrainerConfig):

@@ -54,6 +54,22 @@ def test_one_of_two_is_not_taken_without_a_word(flag):
     assert "--quiet and --verbose: which of the two? Keep one." in early("--quiet", "--verbose")
 
 
+@pytest.mark.parametrize(
+    ("module", "entries"),
+    [("", '"llama3_1b" or'), ('module = "graph_trainer.qwen3"\n', '"qwen3_0_6b" or')],
+)
+def test_a_wrong_base_is_told_beside_wrong_keys_as_the_loader_tells_it(file, module, entries):
+    said = early("--config", str(file(f'{module}base = "nope"\ntraining.stepz = 3\n')))
+    assert "training.stepz = 3: unknown key" in said
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", str(file(f'{module}base = "nope"\n'))])
+    assert str(caught.value) in said and f"no model to train. Write {entries}" in said
+
+
+def test_a_base_of_a_users_own_module_is_left_to_the_loader(file):
+    assert not early("--config", str(file('module = "llama3"\nbase = "nope"\n')))
+
+
 def test_it_says_what_the_loader_says_and_nothing_else(file):
     said = 0
     for bad in IN_FILES:

@@ -17,6 +17,7 @@ NO_NEWS = [
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3 based on job config",
     "initial_load_model_only=True has no effect without an initial_load_path.",
     "model.safetensors.index.json not found at hf_assets_path: x",
+    "While redistributing from (Partial(sum), Partial(sum)) to (Replicate(), Replicate()), 2",
 ]
 
 
@@ -65,6 +66,16 @@ def test_the_log_file_has_everything_without_colours(log, tmp_path):
     lines = (tmp_path / "console.log").read_text().splitlines()
     assert len(lines) == len(NO_NEWS) + 3 and "\x1b" not in lines[-1]
     assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ - INFO - step:  1 ", lines[-1])
+
+
+def test_torchs_own_logger_leaves_out_the_norm_of_gradients(log):
+    log()
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    norm, other = (
+        logging.LogRecord(logger.name, logging.WARNING, "", 0, text, (), None)
+        for text in (NO_NEWS[-1], "While redistributing from (Shard(dim=0),) to (Shard(dim=1),)")
+    )
+    assert logger.filter(other) and not logger.filter(norm)
 
 
 def test_a_warning_is_kept_where_it_means_something(log):
