@@ -309,5 +309,10 @@ def plan_of(
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that make a plan."""
-    packages = ("graph_trainer", "torch", "torchtitan")
-    return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+    found = {"python": platform.python_version()}
+    for package in ("graph_trainer", "torch", "torchtitan"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "of a checkout"
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from importlib import metadata
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
+from graph_trainer.planner.plan import versions
 from graph_trainer.planner.plan_check import PlanCheck, differences, load_config_and_plan
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.testing import Builder
@@ -237,3 +239,16 @@ def test_differences_name_keys_that_one_side_lacks():
         'training.y: planned unset, now "z"',
         "metrics.a: planned 1, now unset",
     )
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_too(monkeypatch):
+    real = metadata.version
+
+    def version(package):
+        if package == "graph_trainer":
+            raise metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = versions()
+    assert found["graph_trainer"] == "of a checkout" and found["torch"]
