@@ -111,23 +111,23 @@ def capture(
 def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
     """Trace a step, or of its alike layers some and copy their nodes; see `capture`."""
     state = state_of(step.model)
-    users_own = _is_users_own(step.model, step.loss_fn)
-    why: object = "a module, a hook or the loss is code of your own"
+    users_own = _users_own(step.model, step.loss_fn)
+    why: object = f"a module, a hook or the loss is code of your own, in {users_own}"
     if full_capture is None and not users_own or full_capture is False:
         why = "no layer, or sequence of layers, is repeated four times"
         repetition = repetition_in(step.model, state.tensors)
         if repetition is not None:
             try:
-                return _captured(step, state, users_own, repetition)
+                return _captured(step, state, bool(users_own), repetition)
             except Exception as error:  # of any kind: layers may not expect to be looked into
                 why = error
     if not full_capture:
         logger.info("Tracing all layers: %s", why)
-    return _captured(step, state, users_own, None)
+    return _captured(step, state, bool(users_own), None)
 
 
-def _is_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
-    """Tell whether classes of modules, hooks or the loss are not of installed packages.
+def _users_own(model: nn.Module, loss_fn: LossFn) -> str:
+    """Return a file, of no installed package, with classes of modules, a hook or the loss, or "".
 
     Such code may keep state that `PythonState` does not see, in slots or iterators, and a step
     with it is traced twice.
@@ -140,8 +140,8 @@ def _is_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
             homes.add(type(function).__module__)
         else:
             files.append(code.co_filename)
-    files += [getattr(sys.modules.get(home), "__file__", None) for home in homes]
-    return not all(file is not None and is_installed_file(file) for file in files)
+    files += [getattr(sys.modules.get(home), "__file__", None) or home for home in sorted(homes)]
+    return next((file for file in files if not is_installed_file(file)), "")
 
 
 def _captured(

@@ -1,5 +1,6 @@
 """A graph whose alike layers are copies is the graph of a full capture."""
 
+import inspect
 import logging
 from types import SimpleNamespace
 
@@ -165,7 +166,8 @@ def test_layers_are_really_left_out(monkeypatch, reasons):
     for full in (True, None):
         capture(Decoder(9), mean_square, (TOKENS,), full_capture=full)
     assert len(traced) == 2 and reasons.all() == [
-        "Tracing all layers: a module, a hook or the loss is code of your own"
+        "Tracing all layers: a module, a hook or the loss is code of your own, in "
+        + inspect.getfile(Decoder)
     ]
     model = stack_of(*(nn.Linear(8, 8) for _ in range(6)))  # of torch's classes alone
     capture(model, mean_square, (X,))
