@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
     if not is_complete(given.checkpoint):
         steps: list[str] = []
-        for folder in (given.checkpoint, given.checkpoint.parent):
+        for folder in (given.checkpoint, given.checkpoint.parent, given.checkpoint / "checkpoint"):
             steps += [str(folder / f"step-{n}") for n, whole in steps_in(folder).items() if whole]
         named = " or ".join(steps[:5]) or "a folder step-N of a run"
         raise ConfigError(f"{given.checkpoint} is no checkpoint: name {named}.")

@@ -83,7 +83,8 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
     table: dict[str, Any] = {}
     config = flags.get("config", "")
     is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once
-    if (config.endswith(".toml") or "/" in config) and not is_pipe:
+    is_file = (config.endswith(".toml") or "/" in config) and (not is_pipe or os.path.isdir(config))
+    if is_file:
         table = read_toml(Path(config), "--config")
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
@@ -109,9 +110,6 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
     types = {key: str(value) for _, key, _, value in given}
     moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
     lines = list(_wrong_flags(argv, command, schema["properties"]))
-    base = table.get("base", bases[0][0])
-    if base not in bases[0] and module.startswith("graph_trainer."):  # else it may be a user's own
-        lines.append(f"{config}: {wrong_base(base, f'{module}.config_registry', bases[0])}")
     texts: list[str] = []  # of flags, which the loader would tell
     for where, key, shown, value in given:
         section, _, name = key.rpartition(".")
@@ -138,9 +136,15 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
             remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
             line = f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip()
             (texts if kinds is not None and where == _FLAGS else lines).append(line)
-    if any(_OLD in line for line in lines) and table and "base" not in table:
-        start = 'Begin it with base = "llama3_8b", or what has its model, and change these keys:'
-        lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}")
+    base = table.get("base")
+    if is_file and base is None and any(_OLD in line for line in lines):
+        flavor = str(table["model"].get("flavor") if isinstance(table.get("model"), dict) else "8b")
+        named = [each for each in bases[0] if each.endswith(f"_{flavor.lower()}")]
+        start = f'Begin it with base = "{(named or ["llama3_8b"])[0]}"'
+        start += "" if named else ", or what has its model"
+        lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}, and change these:")
+    elif is_file and base not in bases[0] and module.startswith("graph_trainer."):  # else their own
+        lines.insert(0, f"{config}: {wrong_base(base, f'{module}.config_registry', bases[0])}")
     if lines:
         raise ConfigError("\n".join([*lines, *texts]))
 

@@ -300,16 +300,17 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     """
     import_config_classes()
     from graph_trainer.planner.plan_check import load_config_and_plan
-    from graph_trainer.titan.config.check import (
-        check_config,
-        check_text_fills_a_batch,
-        wanted_ranks,
-    )
+    from graph_trainer.titan.config.check import check_config, wanted_ranks
+    from graph_trainer.titan.config.check_text import check_text_fills_a_batch
 
     config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
     if not ranks:
         ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
-        check_config(config, ranks)
+        try:
+            check_config(config, ranks)
+        except ConfigError:  # again, with the places that set the keys
+            load_config_and_plan(argv, world_size=ranks)
+            raise
     if machines == 1:  # each would tokenise the text
         check_text_fills_a_batch(config, ranks)
     return config, ranks
@@ -383,7 +384,6 @@ def check_step_fits(launch: Launch) -> None:
     machines, each of which would plan it.
 
     Raises:
-        ConfigError: the config does not fit the model.
         MemoryLimitError: with what the memory is for, and what would help.
     """
     from graph_trainer.core.simulation.detect import detect_hardware
@@ -413,7 +413,7 @@ def check_step_fits(launch: Launch) -> None:
                 host_memory=lambda joint: on_host,
                 on_progress=say,
             )
-    except (ConfigError, MemoryLimitError):
+    except MemoryLimitError:
         raise
     except (Exception, SystemExit):  # of the user's own code too: the ranks, which run it, say it
         logging.getLogger(__name__).debug("the step is not planned", exc_info=True)

@@ -119,6 +119,8 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
 
 def wrong_base(base: Any, registry: str, entries: Sequence[str]) -> str:
     """Say that a file's `base` is none of the entries of a registry of configs."""
+    if base is None:
+        return f"no base, which names the model. Write base = {' or '.join(map(show, entries))}."
     guess = did_you_mean(base, entries, GUESS) if isinstance(base, str) else ""
     return (
         f"base = {show(base)}: no function of {registry}, so there is no model to train. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+import traceback
 from collections.abc import Container, Sequence
 
 WIDTH = 100
@@ -42,6 +43,12 @@ def wrapped(line: str, width: int | None = None) -> str:
 def error_text(error: object, width: int = WIDTH) -> str:
     """Write an error for a terminal, each of its lines broken at spaces."""
     return "\n".join(wrapped(line, width) for line in f"error: {error}".split("\n"))
+
+
+def place_of(error: BaseException) -> str:
+    """Return " at file.py:12", the line that raised an error, or "" for what names it itself."""
+    (*_, line) = traceback.extract_tb(error.__traceback__)
+    return f" at {line.filename}:{line.lineno}" if not line.filename.startswith("<") else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:

@@ -45,6 +45,10 @@ from graph_trainer.titan.checkpoint_files import (
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 
 _SHOWN = 5
+_REMEDY = (
+    "Choose an earlier one with checkpoint.load_step, or give this one as "
+    "checkpoint.initial_load_path of a new run."
+)
 _T = TypeVar("_T")
 
 
@@ -82,10 +86,7 @@ class CheckedCheckpointManager(CheckpointManager):
         self._damaged: dict[str, str] = {}  # path of a checkpoint -> what is wrong with its files
         self.beside_weights: Callable[[torch.dtype, Path], object] = lambda dtype, folder: None
         """Writes what stands beside the weights in an export to Hugging Face, on rank 0."""
-        self.remedy = (
-            "Choose an earlier one with checkpoint.load_step, or give this one as "
-            "checkpoint.initial_load_path of a new run."
-        )
+        self.remedy = _REMEDY
         """What to do about a checkpoint that lacks values which are to be loaded."""
         self.elsewhere = "set checkpoint.folder to another folder"
         """What to do about a folder that cannot be written."""
@@ -347,10 +348,12 @@ class CheckedCheckpointManager(CheckpointManager):
             )
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
             errors = [e for e, _ in error.failures.values()]
+            initial = self.remedy == _REMEDY and checkpoint_id == self.initial_load_path
+            another = "Name one of this model with checkpoint.initial_load_path."
             refused = any(isinstance(e, CheckpointError | OSError) for e in errors)
             raise CheckpointError(
                 f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}."
-                + ("" if refused else f" {self.remedy}")
+                + ("" if refused else f" {another if initial else self.remedy}")
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -371,9 +374,13 @@ def _reasons(error: BaseException) -> str:
     """Format an error, or the errors of the ranks in one of torch's, without the last full stop."""
     if not isinstance(error, dcp.CheckpointException):
         return f"{type(error).__name__}: {error}".rstrip(".")
-    failures = sorted(error.failures.items())[:_SHOWN]
-    lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures]
-    return "; ".join(line.rstrip(".") for line in lines)
+    ranks: dict[str, list[str]] = {}
+    for rank, (e, _) in sorted(error.failures.items()):
+        ranks.setdefault(f"{type(e).__name__}: {e}".rstrip("."), []).append(str(rank))
+    return "; ".join(
+        f"{'ranks' if of[1:] else 'rank'} {', '.join(of)}: {reason}"
+        for reason, of in itertools.islice(ranks.items(), _SHOWN)
+    )
 
 
 def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:

@@ -20,7 +20,8 @@ _NO_NEWS = (
     "Error running lspci",  # the device's name is used instead
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchtitan's own default
     "initial_load_model_only=True has no effect",  # it is the default
-    "While redistributing from (Partial(sum)",  # torchtitan's norm of the gradients
+    "While redistributing from",  # the norm of the gradients, a checkpoint of another mesh
+    "Destroying the purge thread",
 )
 _NO_NEWS_OF_TORCH = (
     r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",

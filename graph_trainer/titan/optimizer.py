@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from graph_trainer.core.suggest import show
 from graph_trainer.errors import ConfigError
 
 SHARED = ("lr", "betas", "weight_decay", "eps")
@@ -66,37 +65,38 @@ class SharedOptimizerConfig(OptimizersContainer.Config):
         """Make torchtitan's optimizers of the resolved groups.
 
         Raises:
-            ConfigError: as `check_patterns`.
+            ConfigError: groups leave out a trained parameter, or one of them has none.
         """
         for part in model_parts:
             named = part.named_parameters()
-            check_patterns(self.param_groups, [name for name, p in named if p.requires_grad])
+            names = [name for name, parameter in named if parameter.requires_grad]
+            if wrong := wrong_groups(self.param_groups, names):
+                raise ConfigError("{}: {}. {}".format(*wrong))
         resolved = copy.copy(self)
         resolved.param_groups = self.resolved_groups()
         return OptimizersContainer(resolved, model_parts=model_parts)
 
 
-def check_patterns(groups: Sequence[ParamGroupConfig], names: Iterable[str]) -> None:
-    """Refuse groups that leave out a trained parameter, or one of them without any.
-
-    Raises:
-        ConfigError: with a name or pattern, and what to write.
-    """
+def wrong_groups(
+    groups: Sequence[ParamGroupConfig], names: Iterable[str]
+) -> tuple[str, str, str] | None:
+    """Return key, problem and remedy of groups that leave out one of the trained parameters with
+    these names, or of a group without any."""
     left = list(names)
     for i, group in enumerate(groups):
         others = [name for name in left if not re.search(group.pattern, name)]
         if len(others) == len(left):
-            raise ConfigError(
-                f"optimizer.param_groups[{i}].pattern = {show(group.pattern)}: it finds none of "
-                "the parameters that the groups before it leave. Correct it, or remove the group."
-            )
+            problem = "it finds none of the parameters that the groups before it leave"
+            return f"optimizer.param_groups[{i}].pattern", problem, "Correct it, or take it out."
         left = others
-    if left:
-        more = f" and of {len(left) - 1} more" if len(left) > 1 else ""
-        raise ConfigError(
-            f"optimizer.param_groups: no pattern finds the name of {left[0]}{more}, which would "
-            'not be trained. Add a last [[optimizer.param_groups]] with pattern = ".*".'
-        )
+    if not left:
+        return None
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return (
+        f"optimizer.param_groups[{len(groups) - 1}].pattern",
+        f"neither it nor a group before it finds {left[0]}{more}, which would not be trained",
+        'Add a last [[optimizer.param_groups]] with pattern = ".*".',
+    )
 
 
 def with_shared_settings(config: Any) -> Any:

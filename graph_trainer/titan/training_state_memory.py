@@ -16,7 +16,6 @@ from graph_trainer.core.passes.context import OtherMemoryOf
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.optimizer import check_patterns
 
 # The number of tensors of the parameter's size in the state of each optimizer.
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
@@ -52,20 +51,15 @@ def microbatches(config: GraphTrainerConfig, data_parallel_degree: int) -> int:
 def optimizer_bytes(joint: JointGraph, config: GraphTrainerConfig) -> int:
     """Sum the bytes of optimizer state on this rank, from the second step on.
 
-    A parameter belongs to the first group whose pattern is found in its name.
-
-    Raises:
-        ConfigError: as `check_patterns`.
+    A parameter belongs to the first group whose pattern is found in its name; one that no
+    group matches is not trained.
     """
-    parameters = joint.inputs_of(InputKind.PARAMETER)
-    names = [spec.name for spec, _ in parameters if spec.requires_grad]
-    check_patterns(config.optimizer.param_groups, names)
     groups = [
         (re.compile(g.pattern), _STATES[g.optimizer_name] + bool(g.optimizer_kwargs.get("amsgrad")))
         for g in config.optimizer.param_groups
     ]
     return sum(
-        num * next(states for pattern, states in groups if pattern.search(name))
+        num * next((states for pattern, states in groups if pattern.search(name)), 0)
         for name, num in _trained(joint)
     )
 

@@ -28,6 +28,7 @@ from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.tag_activations import tag_activations
 from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.text import place_of
 from graph_trainer.errors import PassError
 
 # In the order in which they run; the list "default" has those that say so.
@@ -75,14 +76,17 @@ def load_pass(text: str) -> Pass:
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if not f"{module_name}.".startswith(f"{missing}."):
-            raise PassError(f"{entry}: importing {module_name} failed: {error}") from error
+            raise PassError(
+                f"{entry}: importing {module_name} failed{place_of(error)}: {error}"
+            ) from error
         raise PassError(
             f"{entry}: there is no module '{missing}'; write package.module:name and put the "
             "folder of the package on PYTHONPATH"
         ) from error
     except Exception as error:
         raise PassError(
-            f"{entry}: importing {module_name} failed: {type(error).__name__}: {error}"
+            f"{entry}: importing {module_name} failed{place_of(error)}: {type(error).__name__}: "
+            f"{error}"
         ) from error
     graph_pass = getattr(module, name, None)
     if graph_pass is None:

@@ -6,7 +6,9 @@ a short name, or by "package.module:Class.Config" for a component of a user's ow
 
 import dataclasses
 import functools
+import os
 import pkgutil
+import re
 import sys
 import types
 import typing
@@ -375,7 +377,13 @@ class _Builder:
             given = said if len(said) == 1 else given
             if len(given) == 1:
                 ((name, value),) = given.items()
-                return self.refuse(prefix + name, value, f"refused: {error}", "Change it.")
+                needed = re.search(r"requires (\w+)=(True|False)", str(error))
+                remedy = "Change it."
+                if needed:
+                    remedy = f"Set {prefix}{needed[1]} = {needed[2].lower()} too, or leave it out."
+                elif "absolute path" in str(error):
+                    remedy = f"Write {show(os.path.abspath(value))}."
+                return self.refuse(prefix + name, value, f"refused: {error}", remedy)
             remedy = "Change one of these keys, or what else is named."
             return self.refuse(path or "top level", given, f"refused: {error}", remedy)
 
@@ -392,6 +400,8 @@ class _Builder:
 
     def value(self, value: Any, field: Field, key: str) -> Any:
         """Return a value as one of its field's type and within its bounds."""
+        if value is NO_VALUE and str in field.options:
+            return self.refuse(key, "", "the flag has no value", f"Write --{key} and one.")
         value = _read(value, field)
         if field.sections and isinstance(value, Mapping):
             cls = self.component(value, field, key)

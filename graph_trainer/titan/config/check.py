@@ -1,20 +1,20 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
+import contextlib
 import copy
+import inspect
 import itertools
 import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
-from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from graph_trainer.core.passes.catalogue import (
@@ -41,16 +41,16 @@ from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
 )
-from graph_trainer.titan.config.run_config import (
-    GraphTrainerConfig,
-    changed_sections,
-    with_text_of_training,
+from graph_trainer.titan.config.check_text import text_problems
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
+from graph_trainer.titan.config.sources import (
+    COMMAND_LINE,
+    Origins,
+    Problem,
+    refusal,
+    unreadable,
 )
-from graph_trainer.titan.config.sources import COMMAND_LINE, Origins, Problem, refusal
-from graph_trainer.titan.data.corpus import open_corpus
-from graph_trainer.titan.data.loader import TextDataLoader
-from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
-from graph_trainer.titan.optimizer import SHARED, SharedOptimizerConfig
+from graph_trainer.titan.optimizer import SHARED, SharedOptimizerConfig, wrong_groups
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
 
@@ -119,7 +119,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
-        *(_text_problems(config) if reads_text else ()),
+        *(text_problems(config) if reads_text else ()),
         *(checkpoint_problems(config, origins) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:
@@ -130,52 +130,6 @@ def check_config(
                     value = value[int(part)] if part.isdigit() else getattr(value, part)
                 problems[i] = each._replace(value=value)
         raise refusal(problems, origins)
-
-
-_ENOUGH = 128
-"""Bytes of text a token, with which a split surely has the tokens: some 8 of 100 documents
-validate, and a token is about four bytes."""
-
-
-def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> None:
-    """Refuse a text that is too small for one global batch; one that may be is tokenised here.
-
-    Raises:
-        ConfigError: as `TextDataLoader` and `ByteBPETokenizer`; a tokenizer that cannot be read.
-    """
-    if not isinstance(config.tokenizer, ByteBPETokenizer.Config | HuggingFaceTokenizer.Config):
-        return  # of the user's own: the ranks run it
-    training, parallelism = config.training, config.parallelism
-    ranks = world_size // parallelism.tensor_parallel_degree // parallelism.context_parallel_degree
-    resolved, tokenizer = with_text_of_training(config), None
-    validating = [resolved.validator.dataloader] if config.validator.enable else []
-    for loader in (resolved.dataloader, *validating):
-        if not isinstance(loader, TextDataLoader.Config):
-            continue
-        files = open_corpus(loader.dataset, loader.dataset_path).files
-        tokens = ranks * training.local_batch_size * training.seq_len
-        if sum(file.stat().st_size for file in files) < _ENOUGH * tokens:
-            tokenizer = tokenizer or _built(resolved.tokenizer, config.hf_assets_path)
-            loader.build(
-                dp_world_size=ranks,
-                dp_rank=0,
-                tokenizer=tokenizer,
-                seq_len=training.seq_len,
-                local_batch_size=training.local_batch_size,
-            )
-
-
-def _built(tokenizer: Any, assets: str) -> BaseTokenizer:
-    try:
-        built: BaseTokenizer = tokenizer.build(tokenizer_path=assets)
-        return built
-    except ConfigError:
-        raise
-    except Exception as error:  # damaged files raise anything
-        raise ConfigError(
-            f"hf_assets_path = {show(assets)}: the tokenizer there cannot be read: {error}. Name "
-            'another folder, or set tokenizer.type = "byte_bpe".'
-        ) from error
 
 
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
@@ -356,19 +310,29 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
 
 
 def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
-    """Let torchtitan's model look at the config, as it does on every rank."""
+    """Let torchtitan's model look at the config, as it does on every rank, and look whether each of
+    its parameters is trained in one group."""
     spec = config.model_spec
     assert spec is not None
+    model, groups = copy.deepcopy(spec.model), config.optimizer.param_groups
     before = dist_utils.get_spmd_backend()
     try:
         # a model asks torchtitan for the backend of sharding, which is set when ranks start
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-        copy.deepcopy(spec.model).update_from_config(config=config)
+        model.update_from_config(config=config)
     except Exception as error:  # whatever a model raises is about this config
         problem = f"{spec.name} {spec.flavor} refuses the config: {str(error).rstrip('.')}"
         yield Problem("base", problem, "Change that, or choose another base.")
+        return
     finally:
         dist_utils.set_spmd_backend(before)
+    wrong = None
+    if [group.pattern for group in groups] != [".*"]:  # the names of a large model take a second
+        with contextlib.suppress(Exception), torch.device("meta"):  # else the ranks say it
+            named = model.build().named_parameters()
+            wrong = wrong_groups(groups, [name for name, p in named if p.requires_grad])
+    if wrong:
+        yield Problem(*wrong)
 
 
 _KEYS = {
@@ -471,7 +435,10 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
                     yield Problem(at, f"group {i} of parameters has no learning rate", remedy)
             except Exception as error:  # whatever torch says about an argument
                 problem = f"{name} does not take them: {error}"
-                remedy = f"Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}."
+                known = inspect.signature(optimizer).parameters
+                wrong = next((each for each in group.optimizer_kwargs if each not in known), "lr")
+                guess = did_you_mean(wrong, known, GUESS) if wrong not in known else ""
+                remedy = f"{guess}Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}."
                 yield Problem(f"{key}.optimizer_kwargs", problem, remedy)
 
 
@@ -509,83 +476,9 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         try:
             activation_settings(section)
         except ConfigError as error:
-            yield _unreadable("activation_checkpoint.path", getattr(section, "path", ""), error)
+            yield unreadable("activation_checkpoint.path", getattr(section, "path", ""), error)
     try:
         if hardware is not None:
             load_hardware(hardware, "compile.hardware")
     except ConfigError as error:
-        yield _unreadable("compile.hardware", hardware, error)
-
-
-def _text_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
-    """Check the texts of training, tokenizer and validation, and the folder of a tokenizer."""
-    resolved = with_text_of_training(config)
-    training, validating = config.dataloader, resolved.validator.dataloader
-    yield from _dataset_problems(training, "dataloader")
-    tokenizer, is_text = config.tokenizer, isinstance(training, TextDataLoader.Config)
-    if resolved.tokenizer == tokenizer:  # with a text of its own
-        yield from _dataset_problems(tokenizer, "tokenizer")
-        takes_text = isinstance(tokenizer, ByteBPETokenizer.Config)
-        if takes_text and not (tokenizer.dataset or tokenizer.dataset_path or is_text):
-            yield Problem(
-                "tokenizer.dataset",
-                "the training data is no text that a tokenizer could be trained on",
-                'Set tokenizer.type = "huggingface", or say dataset = "stdlib" or a dataset_path.',
-                ("dataloader.type",),
-            )
-    if config.validator.enable and validating == config.validator.dataloader:
-        named = getattr(validating, "dataset", "") or getattr(validating, "dataset_path", "")
-        if named or not isinstance(validating, TextDataLoader.Config):
-            yield from _dataset_problems(validating, "validator.dataloader")
-        elif not is_text:
-            yield Problem(
-                "validator.dataloader.dataset",
-                "the training data is no text that validation could take a part of",
-                'Set validator.dataloader.type too, such as "huggingface" with dataset = '
-                '"c4_validation", or dataset = "stdlib" here.',
-                ("validator.enable",),
-            )
-    assets = config.hf_assets_path
-    if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not os.path.isdir(assets):
-        yield Problem(
-            "hf_assets_path",
-            'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
-            'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
-            ("tokenizer.type",),
-        )
-
-
-def _unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Problem:
-    """Make the problem of a key that names what cannot be read; the error has the remedy."""
-    return Problem(key, str(error).removeprefix(f"{key} {value}: "), "", others)
-
-
-def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
-    """Check that a data loader's or a tokenizer's text is there."""
-    if isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config):
-        if component.dataset in text_datasets.DATASETS:
-            remedy = f'Set {section}.type = "huggingface" too, which reads it.'
-            yield Problem(f"{section}.dataset", "a dataset of torchtitan's", remedy)
-            return
-        try:
-            open_corpus(component.dataset, component.dataset_path)
-        except ConfigError as error:
-            keys = [f"{section}.dataset", f"{section}.dataset_path"]
-            if component.dataset is None:
-                yield _unreadable(keys[1], component.dataset_path, error)
-            else:
-                yield _unreadable(keys[0], component.dataset, error, keys[1])
-    elif isinstance(component, text_datasets.HuggingFaceTextDataLoader.Config):
-        known = text_datasets.DATASETS
-        if component.dataset.lower() not in known:
-            yield Problem(
-                f"{section}.dataset",
-                "not a dataset of torchtitan's",
-                f"{did_you_mean(component.dataset, known, GUESS)}Write {' or '.join(known)}, or "
-                f'set {section}.type = "text" for the embedded text or files of your own.',
-            )
-    elif is_dataclass(component):  # several sources in one loader
-        for field in fields(component):
-            sources = getattr(component, field.name)
-            for i, source in enumerate(sources if isinstance(sources, list) else []):
-                yield from _dataset_problems(source, f"{section}.{field.name}[{i}]")
+        yield unreadable("compile.hardware", hardware, error)

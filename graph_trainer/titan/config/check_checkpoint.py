@@ -56,7 +56,8 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
         remedy += " another run, with its own dump_folder and "
         remedy += f"checkpoint.initial_load_path = {show(os.path.abspath(path))}, or without "
         remedy += "checkpoints: checkpoint.enable = false."
-        yield Problem("checkpoint.load_step", problem, remedy, ("checkpoint.last_save_model_only",))
+        key = "checkpoint.load_step" if section.load_step >= 0 else "dump_folder"
+        yield Problem(key, problem, remedy, ("checkpoint.last_save_model_only",))
     if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
         return
     named = section.initial_load_path

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.suggest import GUESS, did_you_mean, show, wrong_base
+from graph_trainer.core.text import place_of
 from graph_trainer.core.toml_file import config_folders, read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
@@ -81,6 +82,11 @@ def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
         said = f"{place}: {key} = {show(value)}{of_entry}: {problem.rstrip('.')}. {remedy}"
         lines.append(said.rstrip())
     return ConfigError("\n".join(lines))
+
+
+def unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Problem:
+    """Make the problem of a key that names what cannot be read; the error has the remedy."""
+    return Problem(key, str(error).removeprefix(f"{key} {value}: "), "", others)
 
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
@@ -283,9 +289,11 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 # Missing is the candidate itself or a package above it: try the next.
                 if e.name is not None and (candidate + ".").startswith(e.name + "."):
                     continue
-                raise ConfigError(f"{asked}: its import fails: {e}. Install it.") from e
+                raise ConfigError(
+                    f"{asked}: its import fails{place_of(e)}: {e}. Install it."
+                ) from e
             except Exception as e:  # packages that do not fit each other raise anything
-                raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
+                raise ConfigError(f"{asked}: its import fails{place_of(e)}: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
             if candidate != name:  # a registry, and no other module that happens to have the name

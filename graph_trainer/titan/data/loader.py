@@ -160,8 +160,14 @@ class TextDataLoader(BaseDataLoader):
                 f"({config.dataset_path or 'built in'}) is too small: its {documents} "
                 f"{self._rows.pairs_per_epoch:,} tokens to predict, and one global batch needs "
                 f"{self._global_rows * seq_len:,} ({dp_world_size} data-parallel ranks "
-                f"x {local_batch_size} rows x {seq_len} tokens). Add text, or lower "
-                "training.local_batch_size or training.seq_len."
+                f"x {local_batch_size} rows x {seq_len} tokens). "
+                + (
+                    "Add text, or lower training.local_batch_size or training.seq_len."
+                    if number
+                    else "A text of one document has none to validate: cut it by blank lines, name "
+                    "another one with validator.dataloader.dataset_path, or set validator.enable = "
+                    "false."
+                )
             )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:

@@ -507,6 +507,12 @@ def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
     validating = ["--validator.enable", "--training.local_batch_size", "16"]
     with pytest.raises(ConfigError, match="the validation split of dataset 'text' .* too small"):
         prepare(*flags, *validating)
+    lone = tmp_path / "lone.txt"  # without a blank line it is one document, which trains
+    lone.write_text("word " * 40_000)
+    with pytest.raises(ConfigError, match="its 0 documents .* cut it by blank lines, name another"):
+        prepare("--dataloader.dataset_path", str(lone), *flags[2:], "--validator.enable")
+    lone.write_text("\n\n".join([f"{i} {'word ' * 1000}" for i in range(40)]))
+    prepare("--dataloader.dataset_path", str(lone), *flags[2:], "--validator.enable")
     assets = tmp_path / "assets"
     assets.mkdir()
     (assets / "tokenizer.json").write_text("{")

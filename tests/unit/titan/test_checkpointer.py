@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA, damage, steps_in
-from graph_trainer.titan.checkpointer import CheckedCheckpointManager
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager, _reasons
 from tests.odd_weights import OddAdapter, OddModel, differing, expected
 
 
@@ -211,3 +212,24 @@ def test_an_export_that_cannot_be_joined_leaves_nothing_that_looks_complete(
     with pytest.raises(CheckpointError, match=r"could not be written: OSError: .* No space left"):
         saving.save(3, last_step=True)
     assert not (tmp_path / "checkpoint/step-3").exists()
+
+
+def test_an_initial_checkpoint_of_another_model_is_named_once_with_what_helps(
+    manager: CheckedCheckpointManager,
+) -> None:
+    path = str(saved(manager, 1))
+    state = {"other": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match="with checkpoint.load_step, or give this one as"):
+        manager.dcp_load(state, path, from_hf=False, from_quantized=False)
+    manager.initial_load_path = path
+    with pytest.raises(CheckpointError) as caught:
+        manager.dcp_load(state, path, from_hf=False, from_quantized=False)
+    assert str(caught.value).endswith("Name one of this model with checkpoint.initial_load_path.")
+    assert "load_step" not in str(caught.value)
+
+
+def test_ranks_with_one_reason_are_told_together() -> None:
+    missing, other = RuntimeError("Missing key x."), ValueError("odd")
+    failures = {rank: (error, None) for rank, error in enumerate([missing, other, missing])}
+    said = _reasons(dcp.CheckpointException("load", failures))  # type: ignore[arg-type]
+    assert said == "ranks 0, 2: RuntimeError: Missing key x; rank 1: ValueError: odd"

@@ -116,7 +116,8 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     with pytest.raises(GraphTrainerError, match="name another one with --to") as caught:
         export(checkpoint, tmp_path / "file" / "x", config)
     assert "checkpoint.folder" not in str(caught.value)
-    assert "name a folder step-N of a run" in refused(str(tmp_path), "--to", str(folder))
+    assert f"name {checkpoint}." in refused(str(tmp_path), "--to", str(folder))
+    assert "name a folder step-N of a run" in refused(str(tmp_path / "x"), "--to", str(folder))
     assert "required: checkpoint. `graph-trainer export --help`" in refused("--to", str(folder))
     other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")
     said = refused(str(checkpoint), "--to", str(folder), *other)

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.optimizer import ParameterGroup, with_shared_settings
 
@@ -91,9 +89,9 @@ def test_an_optimizer_set_in_python_trains_as_it_was_set():
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (["norm"], "no pattern finds the name of up.weight and of 1 more, which would not be"),
-        (["up", "norm.w"], "no pattern finds the name of norm.bias, which would not be trained"),
-        ([".*", "norm"], '[1].pattern = "norm": it finds none of the parameters that the groups'),
+        (["norm"], "a group before it finds up.weight and 1 more, which would not be trained"),
+        (["up", "norm.w"], "[1].pattern: neither it nor a group before it finds norm.bias, which"),
+        ([".*", "norm"], "[1].pattern: it finds none of the parameters that the groups"),
     ],
 )
 def test_every_parameter_has_a_group_and_every_group_a_parameter(patterns, said):
@@ -112,8 +110,12 @@ def test_a_parameter_that_is_not_trained_needs_no_group():
     assert len(optimizer.param_groups[0]["params"]) == 2
 
 
-def test_a_plan_refuses_groups_as_the_ranks_do():
-    config = load_config([])
-    config.optimizer.param_groups = [ParameterGroup(pattern="norm")]
-    with pytest.raises(ConfigError, match="no pattern finds the name of tok_embeddings.weight"):
-        make_plan(config, 8, load_hardware("h100-sxm"))
+@pytest.mark.parametrize(("patterns", "wrong"), [(["norm"], 0), ([".*", "norm"], 1)])
+def test_a_config_with_such_groups_is_refused_with_its_place(tmp_path, patterns, wrong):
+    path = tmp_path / "groups.toml"
+    groups = [f'[[optimizer.param_groups]]\npattern = "{each}"\n' for each in patterns]
+    path.write_text("".join(['base = "llama3_debugmodel"\n', *groups]))
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--config", str(path)])
+    said = f'{path}: optimizer.param_groups[{wrong}].pattern = "norm": '
+    assert str(caught.value).startswith(said) and len(str(caught.value).splitlines()) == 1

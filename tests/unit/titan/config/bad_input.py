@@ -406,6 +406,26 @@ param_groups = [{ pattern = ".*", optimizer_name = "Adam" }]""",
 )
 
 ON_THE_COMMAND_LINE = (
+    Bad(
+        'dataloader.dataset_path = "": the flag has no value',
+        "Write --dataloader.dataset_path and one",
+        ["--dataloader.dataset_path", "--training.steps", "3"],
+    ),
+    Bad(
+        "requires last_save_model_only=True",
+        "Set checkpoint.last_save_model_only = true too",
+        ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+    ),
+    Bad(
+        "got an unexpected keyword argument 'weight_decy'",
+        "Did you mean weight_decay?",
+        ["--optimizer.param_groups.0.optimizer_kwargs.weight_decy", "0.1"],
+    ),
+    Bad(
+        'dataloader.dataset = "c4": a dataset of torchtitan',
+        'and tokenizer.type = "huggingface"',
+        ["--dataloader.dataset", "c4"],
+    ),
     Bad('lr = "3"', "Did you mean optimizer.lr?", ["--lr", "3"]),
     Bad("nosuch", "`graph-trainer train --help` lists", ["--nosuch.key", "3"]),
     Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz", "3"]),
@@ -452,7 +472,7 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'checkpoint.initial_load_path = "here": refused: initial_load_path must be an absolute',
-        "Change it.",
+        'Write "/',
         [
             "--checkpoint.enable",
             "--checkpoint.initial_load_path",

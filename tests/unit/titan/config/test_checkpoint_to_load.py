@@ -80,6 +80,8 @@ def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None
     folder = tmp_path / "run/checkpoint"
     dcp.save(weight | {"train_state.step": torch.zeros(1)}, checkpoint_id=folder / "step-3")
     dcp.save(weight, checkpoint_id=folder / "step-6")
+    assert "checkpoint.load_step = 6: " in refused(load, load_step=6)
+    assert "load_step" not in refused(load) and "dump_folder = " in refused(load)
     for said in (refused(load), refused(load, load_step=6)):
         assert f"{folder}/step-6 holds the model alone" in said and "initial_load_path" in said
         assert "Set an earlier one" in said
