@@ -30,6 +30,7 @@ from graph_trainer.planner.changes import (
     advise,
     compare,
     fewest_ranks,
+    fitting_together,
     memory_curve,
     settings,
 )
@@ -146,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
     if not plan.fits:
         with progress("what would help") as say:
             advice = advise(plan, load, say, usable_processes())
-            plan = replace(plan, advice=(*advice, *fewest_ranks(plan, load, say)))
+            advice += fewest_ranks(plan, load, say)
+            plan = replace(plan, advice=(*fitting_together(plan, advice, load, say), *advice))
     if flags.memory_curve:
         with progress("memory curve") as say:
             plan = replace(plan, memory_curve=tuple(memory_curve(plan, say, usable_processes())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -171,6 +171,32 @@ def fewest_ranks(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[
             return []
         if on_more.fits:
             return [outcome_of({"world-size": str(ranks)}, on_more)]
+    return []
+
+
+def fitting_together(
+    plan: Plan, advice: Iterable[Outcome], load: LoadConfig, on_progress: OnProgress
+) -> list[Outcome]:
+    """Plan a run that no change makes fit with several of them, the most helpful first.
+
+    Returns:
+        the run with the fewest of these changes with which it fits; nothing where there is none, or
+        where one change does, but for a higher limit.
+    """
+    by_need = [each for each in advice if KEY not in each.config]
+    if any(each.fits for each in by_need):
+        return []
+    planned = partial(_planner_of(plan), world_size=plan.world_size, captures=plan.captures)
+    changed: Change = {}
+    for each in sorted(by_need, key=lambda outcome: outcome.needed_bytes):
+        more = changed | {key: v for key, v in each.config.items() if key not in changed}
+        if changed and more != changed:
+            (outcome,) = plan_each(loaded([more], load), planned, on_progress, 1, first_alone=True)
+            if outcome.fits:
+                return [outcome]
+            if outcome.error:  # they exclude each other
+                continue
+        changed = more
     return []
 
 

@@ -46,8 +46,9 @@ def report_text(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield Text(report["spare"])
     if report["advice"]:
         yield advice_table(report)
-    elif not report["fits"]:
-        yield Text("No one setting would help: change several, or use hardware with more memory.")
+    if not report["fits"] and not any(each["fits"] for each in report["advice"]):
+        tried = "None of these makes it fit, nor do they together" if report["advice"] else ""
+        yield Text(f"{tried or 'No setting would help'}: use hardware with more memory.")
 
 
 Column = tuple[str, str, Sequence[Any]]
@@ -211,8 +212,8 @@ def advice_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of changes for a run that does not fit."""
     rows = report["advice"]
     return _table(
-        "What would help most, one change at a time",
-        ("flags", "name", [" ".join(each["flags"]) for each in rows]),
+        "What would help most",
+        ("flags", "name", [" ".join(each["flags"]).replace(" --", "\n--") for each in rows]),
         ("needs", "bytes", _of(rows, "needed_bytes")),
         ("saves", "bytes", [report["needed_bytes"] - num for num in _of(rows, "needed_bytes")]),
         ("tok/s/GPU", "count", _of(rows, "tokens_per_second_per_gpu")),

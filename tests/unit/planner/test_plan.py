@@ -339,7 +339,7 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     hardware = too_small(planned())
     plan = make_plan(small(), 4, hardware, every_pass=False)
     assert not plan.fits and "Does not fit" in shown(plan)
-    assert "No one setting would help" in shown(plan)
+    assert "No setting would help" in shown(plan)
     tried: list[str] = []
     monkeypatch.setattr(changes, "changes_that_help", lambda plan: CHANGES)
     found = changes.advise(plan, lambda flags: small(*flags), tried.append)
