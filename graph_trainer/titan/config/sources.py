@@ -289,9 +289,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 # Missing is the candidate itself or a package above it: try the next.
                 if e.name is not None and (candidate + ".").startswith(e.name + "."):
                     continue
-                raise ConfigError(
-                    f"{asked}: its import fails{place_of(e)}: {e}. Install it."
-                ) from e
+                raise ConfigError(f"{asked}: its import fails: {e}. Install it.") from e
             except Exception as e:  # packages that do not fit each other raise anything
                 raise ConfigError(f"{asked}: its import fails{place_of(e)}: {e}. Mend it.") from e
             if registry_functions(module):

@@ -99,6 +99,13 @@ def test_the_config_is_checked_for_the_ranks_of_all_machines(prepare: Prepare) -
         prepare(SHARD, "3", **SEVERAL)
 
 
+def test_a_flag_that_does_not_fit_the_ranks_of_the_config_is_said_to_be_one(
+    prepare: Prepare,
+) -> None:
+    with pytest.raises(ConfigError, match="^command line: training.global_batch_size = 7: not a"):
+        prepare("--training.global_batch_size", "7")
+
+
 def test_the_environment_names_module_and_config_where_no_flag_does(
     prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

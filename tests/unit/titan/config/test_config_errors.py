@@ -365,6 +365,9 @@ def test_a_module_whose_packages_do_not_fit_each_other_is_refused(tmp_path, monk
     message = refused(["--module", "broken_registry"])
     assert "--module broken_registry: its import fails at " in message
     assert "broken_registry.py:1: operator x does not exist. Mend it." in message
+    (tmp_path / "unclosed_registry.py").write_text("x = (")
+    message = refused(["--module", "unclosed_registry"])
+    assert "its import fails: '(' was never closed (unclosed_registry.py, line 1). Mend" in message
 
 
 def test_a_value_of_the_registry_entry_is_said_to_be_its(tmp_path):
