@@ -82,8 +82,11 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
             flags[key] = value
     table: dict[str, Any] = {}
     config = flags.get("config", "")
-    is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once
-    is_file = (config.endswith(".toml") or "/" in config) and (not is_pipe or os.path.isdir(config))
+    is_path = config.endswith(".toml") or "/" in config
+    # a pipe is read once, by the loader
+    is_file = is_path and (
+        not os.path.exists(config) or Path(config).is_file() or Path(config).is_dir()
+    )
     if is_file:
         table = read_toml(Path(config), "--config")
     configs = config_folders()[0]
@@ -143,7 +146,7 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
         start = f'Begin it with base = "{(named or ["llama3_8b"])[0]}"'
         start += "" if named else ", or what has its model"
         lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}, and change these:")
-    elif is_file and base not in bases[0] and module.startswith("graph_trainer."):  # else their own
+    elif is_file and base not in bases[0] and module.startswith("graph_trainer."):
         lines.insert(0, f"{config}: {wrong_base(base, f'{module}.config_registry', bases[0])}")
     if lines:
         raise ConfigError("\n".join([*lines, *texts]))

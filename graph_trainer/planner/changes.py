@@ -177,11 +177,11 @@ def fewest_ranks(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[
 def fitting_together(
     plan: Plan, advice: Iterable[Outcome], load: LoadConfig, on_progress: OnProgress
 ) -> list[Outcome]:
-    """Plan a run that no change makes fit with several of them, the most helpful first.
+    """Plan a run that no change makes fit with several: the most helpful, then one more at a time.
 
     Returns:
-        the run with the fewest of these changes with which it fits; nothing where there is none, or
-        where one change does, but for a higher limit.
+        the first of these runs that fits; nothing where none does, or where one change is enough, a
+        higher limit left aside.
     """
     by_need = [each for each in advice if KEY not in each.config]
     if any(each.fits for each in by_need):

@@ -309,10 +309,10 @@ def plan_of(
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that make a plan."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in ("graph_trainer", "torch", "torchtitan"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "of a checkout"
-    return found
+            installed[package] = "of a checkout"
+    return installed

@@ -45,10 +45,6 @@ from graph_trainer.titan.checkpoint_files import (
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 
 _SHOWN = 5
-_REMEDY = (
-    "Choose an earlier one with checkpoint.load_step, or give this one as "
-    "checkpoint.initial_load_path of a new run."
-)
 _T = TypeVar("_T")
 
 
@@ -86,8 +82,9 @@ class CheckedCheckpointManager(CheckpointManager):
         self._damaged: dict[str, str] = {}  # path of a checkpoint -> what is wrong with its files
         self.beside_weights: Callable[[torch.dtype, Path], object] = lambda dtype, folder: None
         """Writes what stands beside the weights in an export to Hugging Face, on rank 0."""
-        self.remedy = _REMEDY
-        """What to do about a checkpoint that lacks values which are to be loaded."""
+        self.remedy = ""
+        """What to do about a checkpoint that lacks values which are to be loaded; empty for what
+        the keys of [checkpoint] can do."""
         self.elsewhere = "set checkpoint.folder to another folder"
         """What to do about a folder that cannot be written."""
         if self.saves_at(0, last_step=True) and self.last_save_in_hf:
@@ -348,12 +345,16 @@ class CheckedCheckpointManager(CheckpointManager):
             )
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
             errors = [e for e, _ in error.failures.values()]
-            initial = self.remedy == _REMEDY and checkpoint_id == self.initial_load_path
-            another = "Name one of this model with checkpoint.initial_load_path."
+            remedy = self.remedy or (
+                "Name one of this model with checkpoint.initial_load_path."
+                if checkpoint_id == self.initial_load_path
+                else "Choose an earlier one with checkpoint.load_step, or give this one as "
+                "checkpoint.initial_load_path of a new run."
+            )
             refused = any(isinstance(e, CheckpointError | OSError) for e in errors)
             raise CheckpointError(
                 f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}."
-                + ("" if refused else f" {another if initial else self.remedy}")
+                + ("" if refused else f" {remedy}")
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)

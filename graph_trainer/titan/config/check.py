@@ -217,7 +217,7 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
         )
         names = [name for name in degrees if getattr(parallelism, name) != 1]
         key = "data_parallel_shard_degree"
-        if shard == -1 and names:  # which nobody need have set: named is what somebody did
+        if shard == -1 and names:  # -1 is the default: the message begins with a degree that is set
             key, *names = names
         product = " x ".join(f"{name} {getattr(parallelism, name)}" for name in names)
         if shard == -1:
@@ -328,7 +328,7 @@ def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
         dist_utils.set_spmd_backend(before)
     wrong = None
     if [group.pattern for group in groups] != [".*"]:  # the names of a large model take a second
-        with contextlib.suppress(Exception), torch.device("meta"):  # else the ranks say it
+        with contextlib.suppress(Exception), torch.device("meta"):  # else the ranks report it
             named = model.build().named_parameters()
             wrong = wrong_groups(groups, [name for name, p in named if p.requires_grad])
     if wrong:
@@ -436,8 +436,8 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
             except Exception as error:  # whatever torch says about an argument
                 problem = f"{name} does not take them: {error}"
                 known = inspect.signature(optimizer).parameters
-                wrong = next((each for each in group.optimizer_kwargs if each not in known), "lr")
-                guess = did_you_mean(wrong, known, GUESS) if wrong not in known else ""
+                unknown = [each for each in group.optimizer_kwargs if each not in known]
+                guess = did_you_mean(unknown[0], known, GUESS) if unknown else ""
                 remedy = f"{guess}Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}."
                 yield Problem(f"{key}.optimizer_kwargs", problem, remedy)
 

@@ -12,15 +12,13 @@ from graph_trainer.core.suggest import GUESS, did_you_mean, show
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, with_text_of_training
 from graph_trainer.titan.config.sources import Problem, unreadable
-from graph_trainer.titan.data.corpus import open_corpus
+from graph_trainer.titan.data.corpus import VALIDATING_PERCENT, open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
 _ENOUGH = 128
 """Bytes of text a token, with which a split surely has the tokens: some 8 of 100 documents
 validate, and a token is about four bytes."""
-_VALIDATES = 0.08
-"""The part of a text that validates."""
 _READ_AT_MOST = 2**26
 """Bytes of a text in few files that is read to see what of it validates."""
 
@@ -47,7 +45,7 @@ def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> Non
         of_few_files = len(corpus.files) < 100 and size < _READ_AT_MOST
         if of_few_files and loader.split == "validation":
             validating = (text for text, validates in corpus.documents() if validates)
-            size = int(sum(map(len, validating)) / _VALIDATES)
+            size = int(sum(map(len, validating)) * 100 / VALIDATING_PERCENT)
         if size < _ENOUGH * tokens:
             tokenizer = tokenizer or _built(resolved.tokenizer, config.hf_assets_path)
             loader.build(

@@ -72,7 +72,8 @@ class Problem(NamedTuple):
 def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
     """Make the error of all problems, a line each, with the place that set the key.
 
-    A value of the registry entry is said to be its, beside the place that set what decides.
+    Where a file or a flag set only another key that decides, the line names that place, and the
+    registry entry that the value comes from.
     """
     lines = []
     for key, problem, remedy, others, value in problems:

@@ -27,6 +27,10 @@ _SKIPPED_IN_STDLIB = (
 )
 
 
+VALIDATING_PERCENT = 8
+"""How many of 100 documents validate, about."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Documents in a fixed order, each in the training or the validation split.
@@ -61,7 +65,7 @@ class Corpus:
             digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8)
             hashes.append(int.from_bytes(digest.digest(), "big"))
         # The smallest hash validates and the largest trains, whatever their values.
-        threshold = min(max(2**64 * 8 // 100, min(hashes) + 1), max(hashes))
+        threshold = min(max(2**64 * VALIDATING_PERCENT // 100, min(hashes) + 1), max(hashes))
         for value, (_, text) in zip(hashes, self.read(), strict=True):
             yield text, value < threshold
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 
@@ -11,6 +12,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.planner import changes
 from graph_trainer.planner.changes import Outcome, flags_of, outcome_of
+from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import make_plan
 from tests.unit.planner.conftest import config_of, shown
 
@@ -85,3 +87,11 @@ def test_one_that_fits_alone_is_enough_but_for_a_higher_limit(outcomes):
 
 def with_advice(plan, *outcomes):
     return dataclasses.replace(plan, advice=outcomes)
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_the_page_reports_that_nothing_fits(outcomes, fits):
+    plan = with_advice(planned(memory_gib=0.001), dataclasses.replace(outcomes[0], fits=fits))
+    page = io.StringIO()
+    write_page(plan, page)
+    assert ("None of these makes it fit" in page.getvalue()) == (not fits)

@@ -378,5 +378,5 @@ def test_a_value_of_the_registry_entry_is_said_to_be_its(tmp_path):
     )
     assert f"own.toml: {said}" in refused(["--config", str(path)])
     assert f"command line: {said}" in refused(["--config", "8b", "--tokenizer.type=huggingface"])
-    nobody = refusal([Problem("a", "is odd", "Mend it.", value=1)], Origins("config llama3_8b"))
-    assert str(nobody) == "config llama3_8b: a = 1: is odd. Mend it."
+    unset = refusal([Problem("a", "is odd", "Mend it.", value=1)], Origins("config llama3_8b"))
+    assert str(unset) == "config llama3_8b: a = 1: is odd. Mend it."
