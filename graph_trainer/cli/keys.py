@@ -42,6 +42,8 @@ _FLAGS_OF = {
     "config": [SCHEMA],
 }
 """By command, its own flags: those that are no keys of a config."""
+_OF_TORCHRUN = {"nproc_per_node": "NGPU", "nnodes": "NNODES", "node_rank": "NODE_RANK"}
+"""By flag of torchrun, the variable of the environment that says the same."""
 _NUMBERS = ("boolean", "integer", "number")
 _NO_KEYS = ("type", "unset", "module", "base")
 
@@ -163,6 +165,9 @@ def _wrong_flags(argv: Sequence[str], command: str, keys: Iterable[str]) -> Iter
         others = [each for each, flags in _FLAGS_OF.items() if flag in flags]
         if others:
             yield f"{_FLAGS}: {flag} is a flag of `graph-trainer {others[0]}`. Leave it out."
+        elif name := _OF_TORCHRUN.get(flag[2:].replace("-", "_")):
+            how = f"`{name}=N graph-trainer {command} ...`"
+            yield f"{_FLAGS}: {flag} is a flag of torchrun. Set a variable instead: {how}."
         elif guess := did_you_mean(flag, known, "Did you mean {}?", cutoff=0.75):
             yield f"{_FLAGS}: there is no {flag}. {guess}"
 

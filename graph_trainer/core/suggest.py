@@ -64,11 +64,9 @@ _KINDS = {
     "number": ("a number", "1e-3"),
     "string": ("a string", '"text"'),
     "array": ("a list", "[...]"),
-    "longer": ("a longer list", "[...]"),
-    "shorter": ("a shorter list", "[...]"),
     "object": ("a table", "{ key = value }"),
 }
-"""The types of JSON, and lists of another length: what a message calls them, and an example."""
+"""The types of JSON: what a message calls them, and an example."""
 _NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"}
 
 
@@ -102,11 +100,16 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     path, _, name = key.rpartition(".")
     known = {f"{path}.{each}" if path else each: None for each in siblings}
     own = {key.rpartition(".")[2]: key for key in known}
-    known |= dict.fromkeys(elsewhere)
+    plain = {re.sub(r"\[\d+\]", "", each) for each in known}
+    known |= {each: None for each in elsewhere if each in known or each not in plain}
+    switch = key.removeprefix("no_")
+    if switch != key and switch in known:
+        return f"Write --{path.removeprefix('no_')}.no-{name}."
     words = set(re.split("[._]", key.lower()))
     near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
     near += [each for each in known if each.rpartition(".")[2] == name]
     near += [own[each] for each in nearest(name, own)]
+    near += [each for each in known if _says_the_same(name, each.rpartition(".")[2])]
     # The right key in the wrong section is as common as a typo.
     close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
     near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
@@ -115,6 +118,18 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
         section = path if own else ""
         return f"`graph-trainer train --help {section}".rstrip() + "` lists the keys."
     return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")
+
+
+def _says_the_same(name: str, known: str) -> bool:
+    """Whether a name has the initials of the other, or fewer of its words: learning_rate and lr, wd
+    and weight_decay, batch_size and local_batch_size."""
+    ours, theirs = name.lower().split("_"), known.split("_")
+    initials = ["".join(word[:1] for word in words) for words in (ours, theirs)]
+    return (
+        (len(ours) > 1 and initials[0] == known)
+        or (len(theirs) > 1 and initials[1] == name)
+        or (len(ours) > 1 and set(ours) < set(theirs))
+    )
 
 
 def wrong_base(base: Any, registry: str, entries: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from graph_trainer.planner.ledger import row_of
 from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
 from graph_trainer.planner.processes import in_processes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.sources import COMMAND_LINE
 from graph_trainer.titan.routing import mixtures_of
 
 SCHEMA = "graph_trainer.plan.comparison/2"
@@ -310,7 +311,8 @@ def compare(
             of_value = [config for change, config in configs if change[key] == value]
             errors = [each for each in of_value if isinstance(each, ConfigError)]
             if len(errors) == len(of_value):
-                raise errors[0]
+                why = str(errors[0]).replace(f"{COMMAND_LINE}: ", "")
+                raise ConfigError(f"--compare {key}={value}: no row can have it: {why}")
     outcomes = plan_each(configs, plan, on_progress, processes, first_alone=True)
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes

@@ -323,8 +323,6 @@ _EXPECTED = {
     "list_type": "array",
     "tuple_type": "array",
     "dict_type": "object",
-    "missing": "longer",
-    "too_long": "shorter",
 }
 
 
@@ -433,8 +431,16 @@ class _Builder:
             choices = [choice for each in literals for choice in typing.get_args(each)]
             self.refuse(key, value, *wrong_choice(value, choices))
             return
-        kinds = [_EXPECTED.get(each["type"], each["msg"]) for each in findings]
         is_flag = self.origins.of(key) == COMMAND_LINE
+        wrong_lengths = [e for e in findings if e["type"] in ("missing", "too_long")]
+        if wrong_lengths and isinstance(value, list):
+            length = wrong_lengths[0].get("ctx", {}).get("max_length", len(value) + len(findings))
+            entries = [*map(show, value), *["..."] * length][:length]
+            example = f"{'--' * is_flag}{key}{' ' if is_flag else ' = '}"
+            example += ",".join(entries) if is_flag else f"[{', '.join(entries)}]"
+            self.refuse(key, value, f"expected a list of {length}", f"Write {example}.")
+            return
+        kinds = [_EXPECTED.get(each["type"], each["msg"]) for each in findings]
         problem, remedy = wrong_type(
             key, value, kinds, is_flag=is_flag, nullable=field.nullable, among=among
         )

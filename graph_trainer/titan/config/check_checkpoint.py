@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools.filesystem import is_remote
 
 from graph_trainer.core.suggest import show
-from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in
+from graph_trainer.titan.checkpoint_files import HF_INDEX, damage, is_complete, steps_in
 from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import COMMAND_LINE, Origins, Problem
@@ -49,6 +50,11 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
         )
     step = section.load_step if section.load_step >= 0 else max(steps, default=0)
     path = Path(folder, f"step-{step}")
+    key = "checkpoint.load_step" if section.load_step >= 0 else "dump_folder"
+    if step in steps and (difference := _other_model(path, config)):
+        remedy = "Name another dump_folder, or train the model of that run: its --module and "
+        remedy += f"--config, with the values in {Path(config.dump_folder, 'config.toml')}."
+        yield Problem(key, f"{path} is of another model: {difference}", remedy)
     # of step 0, a seed, the model alone is read
     if step and "train_state" not in section.exclude_from_loading and _holds_model_alone(path):
         problem = f"{path} holds the model alone, as does the last one of a run"
@@ -56,7 +62,6 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
         remedy += " another run, with its own dump_folder and "
         remedy += f"checkpoint.initial_load_path = {show(os.path.abspath(path))}, or without "
         remedy += "checkpoints: checkpoint.enable = false."
-        key = "checkpoint.load_step" if section.load_step >= 0 else "dump_folder"
         yield Problem(key, problem, remedy, ("checkpoint.last_save_model_only",))
     if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
         return
@@ -76,6 +81,31 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
         problem = "the folder holds no checkpoint" if path.is_dir() else "there is no such folder"
         there = f"{path / f'step-{inside[0]}'}" if inside else "the folder step-N of a run"
         yield Problem(key, problem, f"Name {there}.")
+    elif named and (path / METADATA).is_file():
+        # where a run goes on, the checkpoint before a damaged one is taken; this is the only one
+        if damaged := damage(path, verify=False):
+            yield Problem(key, f"it is damaged: {damaged[0]}", "Name another one.")
+        elif difference := _other_model(path, config):
+            remedy = "Name one of this model, or train that one with its --module and --config."
+            yield Problem(key, f"it is of another model: {difference}", remedy)
+
+
+def _other_model(checkpoint: Path, config: GraphTrainerConfig) -> str:
+    """Return which parameter of the model a checkpoint lacks or has in another shape; "" if none,
+    or where that cannot be known: damaged bytes and a model that is refused raise anything."""
+    assert config.model_spec is not None
+    with contextlib.suppress(Exception):
+        held: Any = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
+        with torch.device("meta"):
+            values = config.model_spec.model.build().state_dict(keep_vars=True)
+        # a buffer may depend on the length of a sequence
+        for name, value in values.items():
+            if isinstance(value, torch.nn.Parameter) and name not in held:
+                return f"it has no {name}"
+            shape, size = list(value.shape), list(getattr(held.get(name), "size", ()))
+            if isinstance(value, torch.nn.Parameter) and shape != size:
+                return f"its {name} has the shape {size}, and the model's {shape}"
+    return ""
 
 
 def _holds_model_alone(checkpoint: Path) -> bool:

@@ -122,7 +122,11 @@ def test_nothing_that_is_right_is_refused(file):
     [
         ("--training.stepz 3", ["command line: training.stepz", "Did you mean training.steps?"]),
         ("--checkpoint.enable-checkpoint", ["checkpoint.enable."]),
-        ("--optimizer.param_groups.0.patern x", ["optimizer.param_groups[0].patern"]),
+        ("--optimizer.param_groups.0.patern x", ["optimizer.param_groups[0].pattern?"]),
+        ("--optimizer.learning_rate 1e-3", ["Did you mean optimizer.lr?"]),
+        ("--optimizer.wd 0.1", ["Did you mean optimizer.weight_decay?"]),
+        ("--no-checkpoint.enable", ["Write --checkpoint.no-enable."]),
+        ("--nproc-per-node 4", ["a flag of torchrun", "`NGPU=N graph-trainer train ...`"]),
         ("--model.flavor 8B", ["--config 8b"]),
         ("--training.dataset C4", ['dataloader.dataset = "c4"', 'dataloader.type = "huggingface"']),
         ("--compile.enable", ["set compile.mode, compile.backend"]),

@@ -28,10 +28,14 @@ class Bad(NamedTuple):
 
 
 KEYS_AND_TYPES = (
-    Bad("optimizer.betas = []: expected a longer list", "Write", "[optimizer]\nbetas = []"),
-    Bad("optimizer.betas = [0.9]: expected a longer list", "Write", "[optimizer]\nbetas = [0.9]"),
+    Bad("optimizer.betas = []: expected a list of 2", "[..., ...].", "[optimizer]\nbetas = []"),
     Bad(
-        "optimizer.betas = [0.9, 0.9, 0.9]: expected a shorter list",
+        "optimizer.betas = [0.9]: expected a list of 2",
+        "= [0.9, ...].",
+        "[optimizer]\nbetas = [0.9]",
+    ),
+    Bad(
+        "optimizer.betas = [0.9, 0.9, 0.9]: expected a list of 2",
         "Write",
         "[optimizer]\nbetas = [0.9, 0.9, 0.9]",
     ),

@@ -38,6 +38,15 @@ def save(folder: Path, *steps: int) -> Path:
     return folder
 
 
+def weights(layers: int = 6) -> dict[str, torch.Tensor]:
+    """Those of the debug model, or of its first layers."""
+    model = load_config([]).model_spec.model
+    model.layers = model.layers[:layers]
+    with torch.device("meta"):
+        state = model.build().state_dict()
+    return {name: torch.zeros_like(value, device="cpu") for name, value in state.items()}
+
+
 def refused(load, **keys: object) -> str:
     with pytest.raises(ConfigError) as caught:
         load(**keys)
@@ -60,7 +69,8 @@ def test_an_initial_checkpoint_that_is_not_there(load, tmp_path: Path) -> None:
     said = refused(load, initial_load_path=tmp_path / "empty")
     assert "the folder holds no checkpoint" in said
     assert "damaged" not in said and "load_step" not in said
-    other = save(tmp_path / "other", 5)
+    other = tmp_path / "other"
+    dcp.save(weights(), checkpoint_id=other / "step-5")
     assert f"Name {other / 'step-5'}." in refused(load, initial_load_path=other)
     load(initial_load_path=other / "step-5")
     # a run that continues does not read it
@@ -76,7 +86,7 @@ def test_weights_of_hugging_face_that_are_not_there(load, tmp_path: Path) -> Non
 
 def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None:
     """As torchtitan saves it at the last step: the first thing that a second start meets."""
-    weight = {"weight": torch.zeros(1)}
+    weight = weights()
     folder = tmp_path / "run/checkpoint"
     dcp.save(weight | {"train_state.step": torch.zeros(1)}, checkpoint_id=folder / "step-3")
     dcp.save(weight, checkpoint_id=folder / "step-6")
@@ -105,7 +115,7 @@ def test_the_remedy_for_the_model_alone_can_be_written_as_it_stands(
 ) -> None:
     """torchtitan takes no relative path there."""
     monkeypatch.chdir(tmp_path)
-    dcp.save({"weight": torch.zeros(1)}, checkpoint_id="outputs/checkpoint/step-6")
+    dcp.save(weights(), checkpoint_id="outputs/checkpoint/step-6")
     words = ["--checkpoint.enable"]
     with pytest.raises(ConfigError, match="initial_load_path") as error:
         load_config(words, reads_checkpoint=True)
@@ -113,6 +123,35 @@ def test_the_remedy_for_the_model_alone_can_be_written_as_it_stands(
     words += ["--dump_folder", "other", "--checkpoint.initial_load_path", remedy]
     config = load_config(words, reads_checkpoint=True)
     assert config.checkpoint.initial_load_path == str(tmp_path / "outputs/checkpoint/step-6")
+
+
+def test_a_checkpoint_of_another_model(load, tmp_path: Path) -> None:
+    other, fewer = tmp_path / "other/step-3", tmp_path / "fewer/step-3"
+    step = {"train_state.step": torch.zeros(1)}
+    dcp.save(weights() | {"norm.weight": torch.zeros(1)} | step, checkpoint_id=other)
+    dcp.save(weights(layers=5) | step, checkpoint_id=fewer)
+    said = refused(load, initial_load_path=other)
+    assert (
+        f'checkpoint.initial_load_path = "{other}": it is of another model: its norm.weight' in said
+    )
+    assert "has the shape [1], and the model's [256]. Name one of this model" in said
+    assert "it has no layers.5." in refused(load, initial_load_path=fewer)
+    (tmp_path / "run").mkdir()
+    fewer.parent.rename(tmp_path / "run/checkpoint")
+    said = refused(load)
+    assert f'dump_folder = "{tmp_path}/run": ' in said and "step-3 is of another model" in said
+    assert "Name another dump_folder" in said
+    assert "checkpoint.load_step = 3: " in refused(load, load_step=3)
+
+
+def test_a_damaged_initial_checkpoint(load, tmp_path: Path) -> None:
+    dcp.save(weights(), checkpoint_id=tmp_path / "step-3")
+    load(initial_load_path=tmp_path / "step-3")
+    (file,) = (tmp_path / "step-3").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"it is damaged: {file.name} is truncated" in refused(
+        load, initial_load_path=tmp_path / "step-3"
+    )
 
 
 def test_a_model_that_hugging_face_does_not_know(tmp_path: Path) -> None:
