@@ -24,6 +24,10 @@ def main(argv: Sequence[str]) -> int:
         if "://" in place:
             raise ConfigError(f"{place}: copy it from or to remote storage, and export on a disk.")
     given.checkpoint, given.to = Path(given.checkpoint), Path(given.to)
+    if not given.checkpoint.is_dir():
+        raise ConfigError(f"{given.checkpoint}: there is no such folder. Name a folder step-N.")
+    if given.to.exists():
+        raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
     from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in
     from graph_trainer.titan.checkpoint_reader import METADATA
     from graph_trainer.titan.config.load import load_config
@@ -38,8 +42,6 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{given.checkpoint} is no checkpoint: name {named}.")
     if not (given.checkpoint / METADATA).is_file() and (given.checkpoint / HF_INDEX).is_file():
         raise ConfigError(f"{given.checkpoint} is an export already, which from_pretrained reads.")
-    if given.to.exists():
-        raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
     if problem := why_no_folder(given.to):
         raise ConfigError(f"--to {given.to}: {problem}. Name another folder.")
     run = given.checkpoint.resolve().parent.parent

@@ -22,6 +22,8 @@ _NO_NEWS = (
     "initial_load_model_only=True has no effect",  # it is the default
     "While redistributing from",  # the norm of the gradients, a checkpoint of another mesh
     "Destroying the purge thread",
+    "[GC] ",
+    "Sleeping 2 seconds",
 )
 _NO_NEWS_OF_TORCH = (
     r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",

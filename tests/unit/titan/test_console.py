@@ -13,6 +13,8 @@ from graph_trainer.titan.config.load import load_config
 STEP = f"{Color.red}step:  1  {Color.orange}loss:  8.0  {Color.magenta}mfu: 0.00%{Color.reset}"
 NO_NEWS = [
     "Destroying the purge thread.",
+    "[GC] Initial GC collection took 5.20 seconds",
+    "Sleeping 2 seconds for other ranks to complete",
     "Error running lspci: no such file, fallback to use device_name",
     "Peak flops undefined for: x86_64, fallback to A100",
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3 based on job config",
