@@ -67,7 +67,6 @@ VARIANTS = {
 MESHES: dict[str, tuple[Flags, str]] = {
     "fsdp3": (shard(3) | rows(2) | FP32, "always"),
     "fsdp4": (FSDP4 | FP32, "always"),
-    "fsdp8": (shard(8) | rows(1) | FP32, "always"),
     "fsdp2_tp2": (FSDP2_TP2 | FP32, "always"),
     "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, "always"),
     "ddp4": (DDP4 | FP32, "never"),
@@ -84,7 +83,6 @@ RANKS = {
     "ddp4": 4,
     "fsdp2_tp2": 4,
     "hsdp2x2_tp2": 8,
-    "fsdp8": 8,
     "ddp2": 2,
 }
 

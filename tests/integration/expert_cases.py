@@ -27,7 +27,6 @@ from tests.integration.matrix import (
     INDUCTOR,
     LAYERS,
     REGIONAL,
-    SELECTIVE,
     VALIDATE,
     Flags,
     context,
@@ -80,13 +79,15 @@ CASES = (
     _case("qwen3_ep2", 4, QWEN3 | shard(4) | experts(2)),
     _case("deepseek_ep4", 4, DEEPSEEK | shard(4) | experts(4) | VALIDATE),
     _case("deepseek_ep2_full", 4, DEEPSEEK | shard(4) | experts(2), captured=FULL),
-    _case("deepseek_ep2_selective", 4, DEEPSEEK | shard(4) | experts(2), captured=SELECTIVE),
     _case("deepseek_ep2_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(2)),
-    _case("deepseek_ep4_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(4)),
     _case("deepseek_ep2_hsdp", 4, DEEPSEEK | replicate(2) | shard(2) | experts(2)),
-    # attention's ranks are those of the experts, then half of them
-    _case("deepseek_ep2_cp2", 4, DEEPSEEK | shard(2) | context(2) | experts(2) | VALIDATE),
-    _case("deepseek_ep4_cp2", 4, DEEPSEEK | shard(2) | context(2) | experts(4), captured=FULL),
+    # attention's ranks are half of those of the experts
+    _case(
+        "deepseek_ep4_cp2",
+        4,
+        DEEPSEEK | shard(2) | context(2) | experts(4) | VALIDATE,
+        captured=FULL,
+    ),
     _case("deepseek_ep2_regional", 2, DEEPSEEK | shard(2) | experts(2), captured=REGIONAL),
     _case("deepseek_ep2_inductor", 2, DEEPSEEK | shard(2) | experts(2), captured=INDUCTOR),
     # each rank has one row of its own: expert parallelism splits them, then sharding

@@ -62,6 +62,7 @@ def run_ranks(
     args: Sequence[str] = (),
     timeout: float = 120.0,
     device: str = "cpu",
+    forks: bool = False,
 ) -> list[Any]:
     """Run `script` on `ranks` ranks of this machine and wait for all of them.
 
@@ -71,6 +72,7 @@ def run_ranks(
         timeout: seconds until every process of the launch is killed.
         device: "cpu" hides GPUs from the ranks, so that they compute on CPU and talk over gloo;
             "cuda" gives each rank one, and nccl.
+        forks: the script starts its ranks itself, on CPU.
 
     Returns:
         what each rank reported, by rank.
@@ -87,17 +89,21 @@ def run_ranks(
         environment = user_environment(OMP_NUM_THREADS="1", **{_FOLDER: name})
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-        # a free port chosen by torchrun: two suites may run on one machine
-        command += ["--standalone", "--log-dir", str(folder / "logs"), "--redirects", "3"]
-        launched = subprocess.Popen(
-            [*command, str(script), *args],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable]
+        if not forks or device == "cuda":
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+            # a free port chosen by torchrun: two suites may run on one machine
+            command += ["--standalone", "--log-dir", str(folder / "logs"), "--redirects", "3"]
+        (folder / "logs" / "all").mkdir(parents=True)
+        with (folder / "logs" / "all" / "stderr.log").open("w") as errors:
+            launched = subprocess.Popen(
+                [*command, str(script), *args],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors if forks else subprocess.DEVNULL,
+                start_new_session=True,
+            )
         try:
             status = launched.wait(timeout)
         except subprocess.TimeoutExpired:

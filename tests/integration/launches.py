@@ -85,8 +85,8 @@ class Launches:
             path = Path(__file__).with_name(job.script)
             return run_ranks(path, job.ranks, words, timeout=120, device=self._device)
         names = [j.name for j in self._jobs[_launch_of(job)]]
-        words = [str(self.folder), *names]
-        results = run_ranks(WORKER, job.ranks, words, timeout=2700, device=self._device)
+        words = [str(job.ranks), str(self.folder), *names]
+        results = run_ranks(WORKER, job.ranks, words, 2700, self._device, forks=True)
         for name in names:
             print(f"{job.ranks} ranks: {name} took {results[0][name]['seconds']} s")
         return results

@@ -251,7 +251,6 @@ FUSED = frozenset({Holds.CLOSE, Holds.COLLECTIVES})
 # Meshes: data-parallel ranks times their rows are eight rows, on six ranks six.
 FSDP4 = shard(4) | rows(2)
 FSDP2_TP2 = shard(2) | tensor(2) | rows(4)
-FSDP4_TP2 = shard(4) | tensor(2) | rows(2)
 HSDP2X2 = replicate(2) | shard(2) | rows(2)
 HSDP2X2_TP2 = replicate(2) | shard(2) | tensor(2) | rows(2)
 DDP4 = replicate(4) | shard(1) | rows(2)
@@ -270,7 +269,6 @@ MATRIX = (
     Case("fsdp4_fp32", 4, FSDP4 | FP32, EVERY, RESHARDS),
     Case("fsdp4_bf16", 4, BY_NAME | FSDP4 | BF16, ALWAYS, TRAINS),
     Case("fsdp4_bitwise_fp32", 4, FSDP4 | FP32 | BITWISE, ALWAYS, TRAINS - {Holds.ONE_RANK}),
-    Case("fsdp4_tp2_fp32", 8, FSDP4_TP2 | FP32, BOTH, RESHARDS),
     Case("hsdp2x2_fp32", 4, HSDP2X2 | FP32, EVERY, RESHARDS),
     Case("hsdp2x2_bf16", 4, HSDP2X2 | BF16, NEVER, TRAINS),
     Case("hsdp2x2_tp2_fp32", 8, HSDP2X2_TP2 | FP32 | VALIDATE, BOTH, RESHARDS | VALIDATES),
@@ -310,10 +308,8 @@ MATRIX = (
     Case("qwen3_fsdp2_tp2", 4, QWEN3.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_cp2", 2, QWEN3.flags | CP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_moe_fsdp2", 2, QWEN3_MOE.flags | FSDP2 | FP32, DEFAULT, TRAINS),
-    Case("qwen3_moe_tp2", 2, QWEN3_MOE.flags | TP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_moe_fsdp2_tp2", 4, QWEN3_MOE.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_fsdp2", 2, DEEPSEEK_V3.flags | FSDP2 | FP32, DEFAULT, TRAINS),
-    Case("deepseek_v3_tp2", 2, DEEPSEEK_V3.flags | TP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_fsdp2_tp2", 4, DEEPSEEK_V3.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_tp4", 4, DEEPSEEK_V3.flags | TP4 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_mtp_tp2", 2, DEEPSEEK_V3_MTP.flags | TP2 | FP32, DEFAULT, TRAINS),

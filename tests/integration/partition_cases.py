@@ -15,7 +15,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.partition.repartition import PARTITIONS, repartition, repartition_by_min_cut
 from graph_trainer.core.training import step_cache
-from tests.integration.matrix import FP32, FSDP4_TP2, PARTITIONED, Flags
+from tests.integration.matrix import FP32, FSDP2_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
 
 ALWAYS: Flags = {"parallelism.fsdp_reshard_after_forward": "always"}
@@ -28,7 +28,7 @@ def gathers(graph: fx.Graph) -> int:
 
 def run(folder: Path, _: str) -> dict[str, Any]:
     """Train eagerly, and in the three ways that a captured step runs."""
-    flags = FSDP4_TP2 | FP32 | ALWAYS
+    flags = FSDP2_TP2 | FP32 | ALWAYS
     eager = Recorded(flags | EAGER, folder).run()
     joint = Recorded(flags, folder).run()
     partitioned = Recorded(flags | PARTITIONED, folder).run()
@@ -62,11 +62,17 @@ def run(folder: Path, _: str) -> dict[str, Any]:
     return result
 
 
-def min_cut(folder: Path, reshard: str) -> dict[str, Any]:
-    """Train eagerly, and in two graphs that PyTorch's partitioner made of AOTAutograd's; count the
-    gathers of these, and of those that our cut of the same graph gives."""
-    flags = FSDP4_TP2 | FP32 | {"parallelism.fsdp_reshard_after_forward": reshard}
-    eager = Recorded(flags | EAGER, folder).run()
+def min_cut(folder: Path, policies: str) -> dict[str, Any]:
+    """By policy: train eagerly, and in two graphs that PyTorch's partitioner made of AOTAutograd's;
+    count the gathers of these, and of those that our cut of the same graph gives."""
+    eager = Recorded(FSDP2_TP2 | FP32 | EAGER, folder).run()
+    result = {each: _by_min_cut(folder, each, eager) for each in policies.split(",")}
+    eager.close()
+    return result
+
+
+def _by_min_cut(folder: Path, reshard: str, eager: Recorded) -> dict[str, Any]:
+    flags = FSDP2_TP2 | FP32 | {"parallelism.fsdp_reshard_after_forward": reshard}
     found: dict[str, tuple[int, ...]] = {}
 
     def both(joint: fx.GraphModule, inputs: Any, **rest: Any) -> Any:
@@ -88,6 +94,5 @@ def min_cut(folder: Path, reshard: str) -> dict[str, Any]:
     halves = gt.partition(trained.joint(), model, compare_ranks=False).halves
     found["first"] = tuple(gathers(half.graph) for half in (halves.forward, halves.backward))
     result = {"differing": differing(eager, trained), "gathers": found}
-    for each in (eager, trained):
-        each.close()
+    trained.close()
     return result

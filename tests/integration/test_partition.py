@@ -1,4 +1,4 @@
-"""The debug model on eight ranks, its step as one graph, as two, and as two compiled again."""
+"""The debug model on four ranks, its step as one graph, as two, and as two compiled again."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
-from tests.integration.matrix import GRADIENTS
+from tests.integration.matrix import EVERY, GRADIENTS
 
-JOB = Job(8, "partition_cases:run:")
-
-
-def min_cut(reshard: str) -> Job:
-    return Job(8, f"partition_cases:min_cut:{reshard}")
+JOB = Job(4, "partition_cases:run:")
+MIN_CUT = Job(4, f"partition_cases:min_cut:{','.join(EVERY)}")
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
-    return [min_cut(params["reshard"]) if "reshard" in params else JOB]
+    return [MIN_CUT if "reshard" in params else JOB]
 
 
 def test_all_ways_to_run_the_step_give_the_eager_models_bits(launches: Launches) -> None:
@@ -33,11 +30,12 @@ def test_the_second_compilation_gathers_and_saves_what_the_first_does(launches: 
         assert min(first) > 0
 
 
-@pytest.mark.parametrize("reshard", ["always", "default", "never"])
+@pytest.mark.parametrize("reshard", EVERY)
 def test_pytorchs_partitioner_keeps_eagers_bits_and_what_is_resharded(
     launches: Launches, reshard: str
 ) -> None:
-    for result in launches(min_cut(reshard)):
+    for rank in launches(MIN_CUT):
+        result = rank[reshard]
         assert result["differing"] == []
         found = result["gathers"]
         assert found["min_cut"] == found["tags"] == found["first"]

@@ -1,7 +1,9 @@
 """Runs the jobs of one launch on every rank; launches.py starts it and hands out the results.
 
-Arguments: a scratch folder that all launches share, then jobs, each `module:function:argument`
-with a module of tests.integration; the function is called with the folder and the argument.
+Arguments: the number of ranks, a scratch folder that all launches share, then jobs, each
+`module:function:argument` with a module of tests.integration; the function is called with the
+folder and the argument. On CPU one process imports what takes seconds, and ranks are forks of it;
+on GPUs, which do not outlive a fork, torchrun starts each.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import os
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed.tensor import _redistribute, debug
 
 import graph_trainer as gt
@@ -41,13 +47,40 @@ def end_groups() -> None:
         dist.destroy_process_group(group)
     # glibc keeps what a job has freed: eight ranks of many jobs would fill the machine
     ctypes.CDLL(None).malloc_trim(0)
+    # a million objects of torch's and what caches keep: a fifth of a job's time went to looking
+    # through them, when a trainer is made and when it is closed
+    gc.freeze()
 
 
 def main() -> None:
-    folder, jobs = Path(sys.argv[1]), sys.argv[2:]
+    ranks, folder, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    # Every job uses this group: torchtitan's trainer takes the one that it finds.
-    dist.init_process_group("nccl" if torch.accelerator.is_available() else gt.cpu_backend())
+    for module in {job.partition(":")[0] for job in jobs}:
+        importlib.import_module(f"tests.integration.{module}")
+    gc.freeze()
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl")
+        work(folder, jobs)
+        return
+    with socket.create_server(("localhost", 0)) as server:
+        args = ranks, server, folder, jobs
+        torch.multiprocessing.start_processes(be_rank, args, nprocs=ranks, start_method="fork")
+
+
+def be_rank(
+    rank: int, ranks: int, server: socket.socket, folder: Path, jobs: Sequence[str]
+) -> None:
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= local | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    host, port = server.getsockname()
+    given = {"is_master": True, "master_listen_fd": server.detach()} if rank == 0 else {}
+    store = dist.TCPStore(host, port, ranks, **given)
+    dist.init_process_group(gt.cpu_backend(), store=store, rank=rank, world_size=ranks)
+    work(folder, jobs)
+
+
+def work(folder: Path, jobs: Sequence[str]) -> None:
+    """Run the jobs, all of which use the group of all ranks: torchtitan takes the one it finds."""
     results: dict[str, dict[str, Any]] = {}
     for job in jobs:
         start = time.perf_counter()
