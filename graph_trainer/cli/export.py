@@ -25,7 +25,9 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{place}: copy it from or to remote storage, and export on a disk.")
     given.checkpoint, given.to = Path(given.checkpoint), Path(given.to)
     if not given.checkpoint.is_dir() and not any(given.checkpoint.parent.glob("step-*")):
-        raise ConfigError(f"{given.checkpoint}: there is no such folder: name a folder step-N of a run.")
+        raise ConfigError(
+            f"{given.checkpoint}: there is no such folder: name a folder step-N of a run."
+        )
     if given.to.exists():
         raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
     from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in

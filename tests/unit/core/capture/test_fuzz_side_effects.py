@@ -186,7 +186,7 @@ def unlike(a: Seen, b: Seen) -> list[str]:
     return [n for n in a if str(bits(a[n])) != str(bits(b[n])) or n not in b]
 
 
-@examples(300)
+@examples(100)
 @given(st.lists(EACH, min_size=1, max_size=4))
 def test_random_models_are_equal_to_eager_or_refused(plan: list[tuple[Forward, Any]]) -> None:
     model, batch = Model(plan), batches()
