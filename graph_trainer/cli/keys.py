@@ -12,6 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from graph_trainer.core.config_names import find_config, may_be_imported, no_such_module
 from graph_trainer.core.suggest import (
     AS_SECTION,
     did_you_mean,
@@ -100,7 +101,14 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
         if module in each["if"]["properties"]["module"]["enum"]
     ]
     if not bases:
+        if isinstance(module, str) and not may_be_imported(module):
+            by_flag = "module" in flags
+            asked = f"--module {module}" if by_flag else f"{config}: module = {show(module)}"
+            raise no_such_module(asked, module)
         return
+    if config and not is_path:
+        of_ours = f"graph_trainer.{module.removeprefix('graph_trainer.')}"
+        find_config(of_ours, config, lambda: bases[0])
     known: _Known = {}
     free: list[str] = []  # tables with keys of any name
     for key, of_type, of_value in _keys(schema, schema["$defs"]):

@@ -10,6 +10,7 @@ from typing import Any, Union, get_type_hints
 import docstring_parser
 from pydantic import TypeAdapter
 
+from graph_trainer.core.config_names import DEFAULT_MODULE, known_modules
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
 from graph_trainer.core.suggest import GUESS, did_you_mean, show
 from graph_trainer.errors import ConfigError
@@ -27,13 +28,7 @@ from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
     compile_class,
 )
-from graph_trainer.titan.config.sources import (
-    DEFAULT_MODULE,
-    UNSET,
-    known_modules,
-    registry_functions,
-    registry_module,
-)
+from graph_trainer.titan.config.sources import UNSET, registry_functions, registry_module
 
 _Schema = dict[str, Any]
 
@@ -64,7 +59,7 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
             "type": "string",
             "description": "The package whose config_registry holds `base`.",
             "default": DEFAULT_MODULE,
-            "examples": list(known_modules()),
+            "examples": known_modules(),
         },
         **top["properties"],
     }

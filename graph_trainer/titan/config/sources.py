@@ -1,14 +1,11 @@
 """Where the keys of a config come from: the flags, the file and the registry entry they name."""
 
-import contextlib
 import dataclasses
 import importlib
 import inspect
-import os
-import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -17,15 +14,18 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.suggest import GUESS, did_you_mean, show, wrong_base
+from graph_trainer.core.config_names import (
+    DEFAULT_CONFIG,
+    DEFAULT_MODULE,
+    find_config,
+    no_such_module,
+)
+from graph_trainer.core.suggest import show, wrong_base
 from graph_trainer.core.text import place_of
-from graph_trainer.core.toml_file import config_folders, read_toml
+from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 from graph_trainer.titan.optimizer import with_shared_settings
-
-DEFAULT_MODULE = "graph_trainer.llama3"
-DEFAULT_CONFIG = "debugmodel"
 
 COMMAND_LINE = "command line"
 """What messages call the place that flags come from."""
@@ -235,7 +235,7 @@ def read_source(
         ConfigError: there is no such module or config, or the file cannot be used.
     """
     registry = registry_module(module or DEFAULT_MODULE)
-    path = find_config(registry.__name__, name)
+    path = find_config(registry.__name__, name, lambda: registry_functions(registry))
     name = name or DEFAULT_CONFIG
     where, table = f"config {name}", {"base": name}
     if path is not None:
@@ -303,24 +303,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
             "arguments that is declared to return one. Write for example `def small() -> "
             "graph_trainer.titan.trainer.GraphTrainer.Config:` in config_registry.py."
         )
-    known = list(known_modules())
-    own = [each.parent.name for each in here.glob("*/config_registry.py")]
-    short = [each.rpartition(".")[2] for each in known]
-    raise ConfigError(
-        f"{asked}: no such module of configs. {did_you_mean(name, [*known, *short, *own], GUESS)}"
-        f"Known modules: {', '.join(known)}; or name a package of your own with a "
-        "config_registry module."
-    )
-
-
-def known_modules() -> Iterator[str]:
-    """Yield the packages of configs that graph_trainer has itself."""
-    import graph_trainer
-
-    for info in pkgutil.iter_modules(graph_trainer.__path__):
-        folder = Path(graph_trainer.__path__[0]) / info.name
-        if info.ispkg and (folder / "config_registry.py").exists():
-            yield f"graph_trainer.{info.name}"
+    raise no_such_module(asked, name)
 
 
 def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
@@ -334,46 +317,3 @@ def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
             if isinstance(declared, type) and issubclass(declared, Trainer.Config):
                 entries[name] = function
     return entries
-
-
-def find_config(module: str, asked: str | None) -> Path | None:
-    """Find the file that `--module module --config name` means.
-
-    A name with a path separator or the suffix .toml is a path. Any other is a file in the module's
-    config folder, with or without the prefixes "graph_trainer_" and the model's "<name>_".
-
-    Returns:
-        The path, or None where the name is a registry function without a file.
-
-    Raises:
-        ConfigError: nothing has that name; the message lists the known names.
-    """
-    name = asked or DEFAULT_CONFIG
-    if name.endswith(".toml") or os.sep in name or "/" in name:
-        return Path(name)
-    module = module.removesuffix(".config_registry")
-    model = module.rpartition(".")[2]
-    folders = config_folders(model)
-    plain = name.removeprefix("graph_trainer_")
-    candidates = (name, plain, plain.removeprefix(f"{model}_"))
-    for folder in folders:
-        for candidate in candidates:
-            path = folder / f"{candidate}.toml"
-            with contextlib.suppress(OSError):  # too long for a file, so no config's name
-                if path.is_file():
-                    return path
-    functions = registry_functions(registry_module(module))
-    if name in functions:
-        return None
-    known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")}) or [*functions]
-    if not asked:
-        raise ConfigError(
-            f"--module {module}: it has no {DEFAULT_CONFIG}, which is taken without --config. Name "
-            f"one of {', '.join(known)} with --config, or a path to a .toml file."
-        )
-    guess = did_you_mean(candidates[-1], known, GUESS)
-    guess = f"Did you mean {name}.toml? " if os.path.isfile(f"{name}.toml") else guess
-    raise ConfigError(
-        f"--config {name}: {module} has no config of that name. {guess}"
-        f"Known configs: {', '.join(known)}; or give a path to a .toml file."
-    )

@@ -12,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.cli.keys import check_early
+from graph_trainer.core.config_names import known_modules
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.config.sources import (
-    known_modules,
-    registry_functions,
-    registry_module,
-)
+from graph_trainer.titan.config.sources import registry_functions, registry_module
 from tests.examples import examples
 from tests.unit.titan.config.bad_input import IN_FILES, KEYS_AND_TYPES
 from tests.unit.titan.config.test_config_errors import TOML
@@ -99,7 +96,9 @@ def test_nothing_that_an_entry_has_is_refused(module, base, file):
     assert not early("--config", file(config_to_toml(load_config(["--config", str(path)]))))
 
 
-def test_nothing_that_is_right_is_refused(file):
+def test_nothing_that_is_right_is_refused(file, tmp_path, monkeypatch):
+    (tmp_path / "my").mkdir()
+    monkeypatch.chdir(tmp_path)
     for path in CONFIGS:
         assert not early("--config", path)
     own = '[dataloader]\ntype = "my.data:Loader.Config"\nany = 1\n[compile]\npasses = ["my:pass"]\n'
@@ -144,7 +143,9 @@ def test_wrong_flags(flags, said):
     assert len(message.splitlines()) == 1 + ("--quite" in flags)
 
 
-def test_a_flag_of_the_command_is_guessed_and_none_of_another():
+def test_a_flag_of_the_command_is_guessed_and_none_of_another(tmp_path, monkeypatch):
+    (tmp_path / "my").mkdir()
+    monkeypatch.chdir(tmp_path)
     assert "Did you mean --json?" in early("--jason", "x", command="plan")
     assert "Did you mean --hardware?" in early("--hard", "h100-sxm", command="plan")
     assert "Did you mean --world-size?" in early("--world_size", "8", command="plan")
@@ -165,6 +166,28 @@ def test_flags_with_a_wrong_value_are_told_beside_an_unknown_one():
         "--checkpoint.interval 1.",
         'command line: optimizer.lr = "fast": expected a number. Write --optimizer.lr 1e-3.',
     ]
+
+
+def test_names_of_configs_and_modules_are_told_as_the_loader_tells_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "own.toml"
+    file.write_text('module = "mistral"\n' + BASE)
+    for words, said in (
+        (["--config", "8bb"], "Did you mean 8b?"),
+        (["--module", "qwen3", "--config", "9b"], "Known configs: 0.6b, 30b-a3b, 32b, 8b"),
+        (["--module", "nomod", "--config", "8b"], "no such module of configs"),
+        (["--config", str(file)], f'{file}: module = "mistral": no such module'),
+    ):
+        early_on = early(*words)
+        assert said in early_on
+        with pytest.raises(ConfigError) as caught:
+            load_config(words)
+        assert str(caught.value) == early_on
+    for name in ("llama3_8b", "graph_trainer_llama3_8b", "graph_trainer_8b"):
+        assert not early("--config", name)
+    (tmp_path / "nomod").mkdir()
+    assert not early("--module", "nomod", "--config", "8b"), "it may be a package"
+    assert not early("--module", "torchtitan.models.nomod", "--config", "8b")
 
 
 def test_a_pipe_is_left_to_the_loader_which_reads_it_too(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from graph_trainer.core import toml_file
+from graph_trainer.core.config_names import find_config
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.build import merge
 from graph_trainer.titan.config.check import check_config
@@ -22,11 +23,7 @@ from graph_trainer.titan.config.run_config import (
     to_graph_trainer_config,
 )
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
-from graph_trainer.titan.config.sources import (
-    COMMAND_LINE,
-    Origins,
-    find_config,
-)
+from graph_trainer.titan.config.sources import COMMAND_LINE, Origins
 from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -98,7 +95,7 @@ def test_installed_configs_come_before_a_checkouts(tmp_path, monkeypatch):
     monkeypatch.setattr(toml_file, "_PACKAGE", installed)
     for place in (installed, tmp_path):
         shutil.copytree(ROOT / "configs", place / "configs")
-    assert find_config("graph_trainer.llama3", "8b") == installed / "configs/llama3/8b.toml"
+    assert find_config("graph_trainer.llama3", "8b", list) == installed / "configs/llama3/8b.toml"
     folders = [place / "configs/llama3" for place in (installed, tmp_path)]
     assert toml_file.config_folders("llama3") == folders
 

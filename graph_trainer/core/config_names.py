@@ -1,0 +1,96 @@
+"""Which module of configs, and which of its configs, a name means; read without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from graph_trainer.core.suggest import GUESS, did_you_mean
+from graph_trainer.core.toml_file import config_folders
+from graph_trainer.errors import ConfigError
+
+DEFAULT_MODULE = "graph_trainer.llama3"
+DEFAULT_CONFIG = "debugmodel"
+
+
+def known_modules() -> list[str]:
+    """Return the packages of configs that graph_trainer has itself."""
+    registries = Path(__file__).parents[1].glob("*/config_registry.py")
+    return sorted(f"graph_trainer.{each.parent.name}" for each in registries)
+
+
+def may_be_imported(module: str) -> bool:
+    """Tell whether a module of configs may be there, by the first part of its name: what finds a
+    package inside another imports that."""
+    first, here = module.partition(".")[0], Path.cwd()
+    if not all(part.isidentifier() for part in module.split(".")):
+        return False
+    found = f"graph_trainer.{module}" in known_modules() or importlib.util.find_spec(first)
+    return bool(found) or here.name == first or (here / first).exists()
+
+
+def no_such_module(asked: str, name: str) -> ConfigError:
+    """Make the error of a name that is no module of configs.
+
+    Args:
+        asked: the flag, or file and key, with the name.
+    """
+    known = known_modules()
+    own = [each.parent.name for each in Path.cwd().glob("*/config_registry.py")]
+    short = [each.rpartition(".")[2] for each in known]
+    return ConfigError(
+        f"{asked}: no such module of configs. {did_you_mean(name, [*known, *short, *own], GUESS)}"
+        f"Known modules: {', '.join(known)}; or name a package of your own with a "
+        "config_registry module."
+    )
+
+
+def find_config(
+    module: str, asked: str | None, functions: Callable[[], Iterable[str]]
+) -> Path | None:
+    """Find the file that `--module module --config name` means.
+
+    A name with a path separator or the suffix .toml is a path. Any other is a file in the module's
+    config folder, with or without the prefixes "graph_trainer_" and the model's "<name>_".
+
+    Args:
+        functions: returns the names of the module's registry functions.
+
+    Returns:
+        The path, or None where the name is a registry function without a file.
+
+    Raises:
+        ConfigError: nothing has that name; the message lists the known names.
+    """
+    name = asked or DEFAULT_CONFIG
+    if name.endswith(".toml") or os.sep in name or "/" in name:
+        return Path(name)
+    module = module.removesuffix(".config_registry")
+    model = module.rpartition(".")[2]
+    folders = config_folders(model)
+    plain = name.removeprefix("graph_trainer_")
+    candidates = (name, plain, plain.removeprefix(f"{model}_"))
+    for folder in folders:
+        for candidate in candidates:
+            path = folder / f"{candidate}.toml"
+            with contextlib.suppress(OSError):  # too long for a file, so no config's name
+                if path.is_file():
+                    return path
+    registered = list(functions())
+    if name in registered:
+        return None
+    known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")}) or registered
+    if not asked:
+        raise ConfigError(
+            f"--module {module}: it has no {DEFAULT_CONFIG}, which is taken without --config. Name "
+            f"one of {', '.join(known)} with --config, or a path to a .toml file."
+        )
+    guess = did_you_mean(candidates[-1], known, GUESS)
+    guess = f"Did you mean {name}.toml? " if os.path.isfile(f"{name}.toml") else guess
+    raise ConfigError(
+        f"--config {name}: {module} has no config of that name. {guess}"
+        f"Known configs: {', '.join(known)}; or give a path to a .toml file."
+    )
