@@ -281,7 +281,7 @@ def saved_routing(folder: Path, name: str) -> dict[str, Any]:
     file = folder / f"routing_{name}.json"
     case = case_of(name)
     # so many tokens that activations, and not weights, are the peak
-    several = {"training.global_batch_size": 2 * ROWS, "training.seq_len": 256}
+    several = {"training.global_batch_size": 2 * ROWS, "training.seq_len": 128}
     several |= {"metrics.save_routing": file}
     recorded = Recorded(case.flags | several, folder)
     trainer, step = recorded.trainer, recorded.trainer.captured_step

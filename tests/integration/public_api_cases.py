@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 
-POLICIES = ("always", "never", "default")
+POLICIES = ("always", "never")  # "default" is "always" but for the last bucket
 DEVICE = "cuda" if torch.accelerator.is_available() else "cpu"
 
 Batch = tuple[torch.Tensor, ...]

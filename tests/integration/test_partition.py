@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
-from tests.integration.matrix import EVERY, GRADIENTS
+from tests.integration.matrix import BOTH, GRADIENTS
 
 JOB = Job(4, "partition_cases:run:")
-MIN_CUT = Job(4, f"partition_cases:min_cut:{','.join(EVERY)}")
+MIN_CUT = Job(4, f"partition_cases:min_cut:{','.join(BOTH)}")
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
@@ -30,7 +30,7 @@ def test_the_second_compilation_gathers_and_saves_what_the_first_does(launches: 
         assert min(first) > 0
 
 
-@pytest.mark.parametrize("reshard", EVERY)
+@pytest.mark.parametrize("reshard", BOTH)
 def test_pytorchs_partitioner_keeps_eagers_bits_and_what_is_resharded(
     launches: Launches, reshard: str
 ) -> None:
