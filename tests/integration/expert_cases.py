@@ -80,7 +80,6 @@ CASES = (
     _case("deepseek_ep4", 4, DEEPSEEK | shard(4) | experts(4) | VALIDATE),
     _case("deepseek_ep2_full", 4, DEEPSEEK | shard(4) | experts(2), captured=FULL),
     _case("deepseek_ep2_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(2)),
-    _case("deepseek_ep2_hsdp", 4, DEEPSEEK | replicate(2) | shard(2) | experts(2)),
     # attention's ranks are half of those of the experts
     _case(
         "deepseek_ep4_cp2",

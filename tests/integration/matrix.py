@@ -307,7 +307,6 @@ MATRIX = (
     Case("qwen3_tp2", 2, QWEN3.flags | TP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_fsdp2_tp2", 4, QWEN3.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_cp2", 2, QWEN3.flags | CP2 | FP32, DEFAULT, TRAINS),
-    Case("qwen3_moe_fsdp2", 2, QWEN3_MOE.flags | FSDP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_moe_fsdp2_tp2", 4, QWEN3_MOE.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_fsdp2", 2, DEEPSEEK_V3.flags | FSDP2 | FP32, DEFAULT, TRAINS),
     Case("deepseek_v3_fsdp2_tp2", 4, DEEPSEEK_V3.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
