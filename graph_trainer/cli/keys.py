@@ -106,7 +106,7 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
             asked = f"--module {module}" if by_flag else f"{config}: module = {show(module)}"
             raise no_such_module(asked, module)
         return
-    if config and not is_path:
+    if config:  # a name, or a path, which is taken as it is
         of_ours = f"graph_trainer.{module.removeprefix('graph_trainer.')}"
         find_config(of_ours, config, lambda: bases[0])
     known: _Known = {}

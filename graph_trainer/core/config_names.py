@@ -25,11 +25,12 @@ def known_modules() -> list[str]:
 def may_be_imported(module: str) -> bool:
     """Tell whether a module of configs may be there, by the first part of its name: what finds a
     package inside another imports that."""
-    first, here = module.partition(".")[0], Path.cwd()
     if not all(part.isidentifier() for part in module.split(".")):
         return False
-    found = f"graph_trainer.{module}" in known_modules() or importlib.util.find_spec(first)
-    return bool(found) or here.name == first or (here / first).exists()
+    first = module.partition(".")[0]
+    if f"graph_trainer.{module}" in known_modules() or Path.cwd().name == module:
+        return True
+    return importlib.util.find_spec(first) is not None
 
 
 def no_such_module(asked: str, name: str) -> ConfigError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,8 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         ConfigError: it is not TOML; then with line and column. Or it has a number or a nesting
             that is valid and has no use.
     """
-    # Inside the function, so that what reads no TOML needs torch alone.
-    import tomli
-
     try:
-        table = tomli.loads(text)
+        table = tomllib.loads(text)
         level: list[Any] = [table]
         for _ in range(100):  # levels; what reads a table has an end to its stack
             inside: list[Any] = []
@@ -73,8 +72,8 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
             if not level:
                 return table
         raise RecursionError
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(_syntax_error(what, error)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(what, text, str(error))) from None
     except RecursionError:
         raise ConfigError(f"{what}: nested too deeply to be read. Flatten it.") from None
     except ValueError:  # Python refuses to convert thousands of digits
@@ -83,14 +82,17 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         ) from None
 
 
-def _syntax_error(what: str, error: Any) -> str:
-    number, column = error.lineno, error.colno
-    line = error.doc.split("\n")[number - 1].rstrip("\r")
+def _syntax_error(what: str, text: str, message: str) -> str:
+    lines = text.split("\n")
+    message, _, place = message.rpartition(" (at ")
+    numbers = re.findall(r"\d+", place)  # none for "end of document"
+    number, column = map(int, numbers or (len(lines), len(lines[-1]) + 1))
+    line = lines[number - 1].rstrip("\r")
     label = f"  {number} | "
     # A tab stays a tab in front of the caret, so that the caret is below its column.
     indent = "".join("\t" if c == "\t" else " " for c in line[: column - 1])
     return (
-        f"{what}, line {number}, column {column}: not valid TOML: {error.msg}.\n"
+        f"{what}, line {number}, column {column}: not valid TOML: {message}.\n"
         f"{label}{line}\n{' ' * len(label)}{indent}^\n"
         'A line is `key = value`; text stands in quotes ("..."), true and false in lower case, '
         "and each key once."

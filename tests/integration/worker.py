@@ -3,7 +3,7 @@
 Arguments: the number of ranks, a scratch folder that all launches share, then jobs, each
 `module:function:argument` with a module of tests.integration; the function is called with the
 folder and the argument. On CPU one process imports what takes seconds, and ranks are forks of it;
-on GPUs, which do not outlive a fork, torchrun starts each.
+CUDA does not survive a fork, and there torchrun starts each.
 """
 
 from __future__ import annotations

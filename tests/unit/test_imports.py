@@ -24,7 +24,6 @@ TORCH_PRIVATE = (
 
 OTHERS = {
     "graph_trainer.core.passes.plan_memory.solver": "scipy",
-    "graph_trainer.core.toml_file": "tomli",
 }
 """What else a file of the core may import."""
 

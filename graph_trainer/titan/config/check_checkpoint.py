@@ -98,12 +98,13 @@ def _other_model(checkpoint: Path, config: GraphTrainerConfig) -> str:
         held: Any = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
         with torch.device("meta"):
             values = config.model_spec.model.build().state_dict(keep_vars=True)
-        # a buffer may depend on the length of a sequence
         for name, value in values.items():
-            if isinstance(value, torch.nn.Parameter) and name not in held:
+            if not isinstance(value, torch.nn.Parameter):
+                continue  # a buffer may depend on the length of a sequence
+            if name not in held:
                 return f"it has no {name}"
-            shape, size = list(value.shape), list(getattr(held.get(name), "size", ()))
-            if isinstance(value, torch.nn.Parameter) and shape != size:
+            shape, size = list(value.shape), list(getattr(held[name], "size", ()))
+            if shape != size:
                 return f"its {name} has the shape {size}, and the model's {shape}"
     return ""
 

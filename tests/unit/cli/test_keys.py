@@ -4,9 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
-import tomli
 import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +98,7 @@ def test_nothing_that_an_entry_has_is_refused(module, base, file):
 
 def test_nothing_that_is_right_is_refused(file, tmp_path, monkeypatch):
     (tmp_path / "my").mkdir()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     for path in CONFIGS:
         assert not early("--config", path)
     own = '[dataloader]\ntype = "my.data:Loader.Config"\nany = 1\n[compile]\npasses = ["my:pass"]\n'
@@ -145,7 +145,7 @@ def test_wrong_flags(flags, said):
 
 def test_a_flag_of_the_command_is_guessed_and_none_of_another(tmp_path, monkeypatch):
     (tmp_path / "my").mkdir()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     assert "Did you mean --json?" in early("--jason", "x", command="plan")
     assert "Did you mean --hardware?" in early("--hard", "h100-sxm", command="plan")
     assert "Did you mean --world-size?" in early("--world_size", "8", command="plan")
@@ -186,8 +186,12 @@ def test_names_of_configs_and_modules_are_told_as_the_loader_tells_them(tmp_path
     for name in ("llama3_8b", "graph_trainer_llama3_8b", "graph_trainer_8b"):
         assert not early("--config", name)
     (tmp_path / "nomod").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     assert not early("--module", "nomod", "--config", "8b"), "it may be a package"
     assert not early("--module", "torchtitan.models.nomod", "--config", "8b")
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    assert not early("--module", "inside", "--config", "8b"), "the loader finds its folder"
 
 
 def test_a_pipe_is_left_to_the_loader_which_reads_it_too(tmp_path):
@@ -239,7 +243,7 @@ def test_a_file_of_torchtitans_is_recognised_and_each_of_its_keys_explained(file
     assert "a config of torchtitan before 0.3" in first and 'base = "llama3_8b"' in first
     keys = [
         f"{section}.{key}"
-        for section, table in tomli.loads(OLD).items()
+        for section, table in tomllib.loads(OLD).items()
         for key in table
         if f"{section}.{key}" not in ("optimizer.lr", "training.seq_len")
     ]
@@ -250,7 +254,7 @@ def test_a_file_of_torchtitans_is_recognised_and_each_of_its_keys_explained(file
 def test_what_stands_for_a_key_of_torchtitans_is_a_key_of_ours():
     from graph_trainer.cli.keys import completed_flags
 
-    moved = tomli.loads((ROOT / "configs/torchtitan_keys.toml").read_text())
+    moved = tomllib.loads((ROOT / "configs/torchtitan_keys.toml").read_text())
     named = re.findall(r"\bWrite ((?:\w+\.)+\w+)", " ".join(moved.values()))
     assert len(named) > 15
     assert not {f"--{key}" for key in named} - {*completed_flags()}
