@@ -189,8 +189,8 @@ def test_names_of_configs_and_modules_are_told_as_the_loader_tells_them(tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     assert not early("--module", "nomod", "--config", "8b"), "it may be a package"
     assert not early("--module", "torchtitan.models.nomod", "--config", "8b")
-    (tmp_path / "inside").mkdir()
-    monkeypatch.chdir(tmp_path / "inside")
+    (tmp_path / "deep" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "inside")
     assert not early("--module", "inside", "--config", "8b"), "the loader finds its folder"
 
 

@@ -147,6 +147,7 @@ def test_a_file_that_is_no_profile(tmp_path):
     values = known_hardware()["h100-sxm"].read_bytes().partition(b"[peak_flops]")[0]
     for name, content, found in (
         ("a.toml", b"memory = = 1", "a.toml, line 1, column 10: not valid TOML"),
+        ("a.toml", b"a = 1\nlist = [1", "a.toml, line 2, column 10: not valid TOML"),
         ("b.toml", b"\xff\xfe\x00", "b.toml: cannot be read: .*UTF-8"),
         ("c.toml", b"peak_flops = 1\n" + values, "peak_flops = 1.* a table of FLOP/s by dtype"),
         ("none.toml", None, "there is no such file"),
