@@ -53,6 +53,24 @@ def did_you_mean(
     return text.format(close[0]) if close else otherwise
 
 
+NAMES_ELSEWHERE = {
+    "training.steps": "max_steps epochs num_epochs max_epochs num_train_epochs train_iters",
+    "training.local_batch_size": "per_device_train_batch_size micro_batch_size",
+    "training.global_batch_size": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "training.seq_len": "block_size context_length max_length max_seq_len seq_length",
+    "training.max_norm": "max_grad_norm grad_clip clip_grad gradient_clip_val",
+    "training.mixed_precision_param": "bf16 fp16 precision",
+    "lr_scheduler.warmup_steps": "warmup_ratio lr_warmup_iters",
+    "activation_checkpoint.type": "gradient_checkpointing recompute_granularity",
+    "checkpoint.enable": "resume resume_from_checkpoint",
+    "checkpoint.interval": "save_steps save_interval save_every",
+    "checkpoint.initial_load_path": "model_name_or_path pretrained_checkpoint load",
+    "validator.freq": "eval_steps eval_interval",
+    "metrics.log_freq": "logging_steps log_interval log_every_n_steps",
+    "dump_folder": "output_dir out_dir save",
+}
+"""By key, what Hugging Face's Trainer, Megatron, Lightning and nanoGPT call it."""
+
 GUESS = "Did you mean {}? "
 
 AS_SECTION = "Write its keys under a [{key}] heading, or as --{key}.key value."
@@ -106,7 +124,9 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     if switch != key and switch in known:
         return f"Write --{path.removeprefix('no_')}.no-{name}."
     words = set(re.split("[._]", key.lower()))
-    near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
+    near = [each for each, names in NAMES_ELSEWHERE.items() if name.lower() in names.split()]
+    near = [each for each in near if each in known]
+    near += [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
     near += [each for each in known if each.rpartition(".")[2] == name]
     near += [own[each] for each in nearest(name, own)]
     near += [each for each in known if _says_the_same(name, each.rpartition(".")[2])]

@@ -149,5 +149,11 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        lines = aligned([HEADINGS, *self.cells()], right=range(1, len(HEADINGS)))
+        table = [list(HEADINGS), *self.cells()]
+        lines = aligned(table, right=range(1, len(HEADINGS)))
+        for column in ("s", "nodes"):  # what a reader misses least, where changes are long
+            if max(map(len, lines)) > WIDTH:
+                place = table[0].index(column)
+                table = [row[:place] + row[place + 1 :] for row in table]
+                lines = aligned(table, right=range(1, len(table[0])))
         return "\n".join([*lines, *(wrapped(note, WIDTH) for note in self.notes())])

@@ -1,5 +1,7 @@
 """Which passes run, in which order, what is checked, and what a failure says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.pipeline import pass_by_pass
-from graph_trainer.core.passes.report import HEADINGS, Report, measure
+from graph_trainer.core.passes.report import HEADINGS, PassReport, Report, measure
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.testing import Builder, code
 from tests.unit.core.passes.test_catalogue import DEFAULT
@@ -147,6 +149,15 @@ def test_the_report_reads_as_a_table():
     )
     (rematerialize,) = [row for row in rows if row.startswith("rematerialize")]
     assert f"{gathered} {gathered:+}" in rematerialize
+
+
+def test_a_table_with_long_changes_leaves_columns_out_not_digits():
+    row = PassReport("a pass", 1.0, nodes=1, collectives={}, collective_bytes=0, peak_bytes=0)
+    wide = replace(row, name="p" * 24, collective_bytes=10**11, peak_bytes=10**11)
+    text = str(Report([row, wide]))
+    header = text.splitlines()[0]
+    assert max(map(len, text.splitlines())) <= 100 and f"{10**11 / 2**20:+,.1f}" in text
+    assert " s" not in header and "peak MiB" in header
 
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph_trainer.core.suggest import NAMES_ELSEWHERE
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.titan.config.build import build_config
@@ -207,6 +208,14 @@ def test_an_unknown_key_names_the_likeliest_and_three_others_at_most():
     assert message.count("checkpoint.") <= 5
     assert "mean training.local_batch_size? Or training.global" in refused(["--batch-size", "4"])
     assert "`graph-trainer train --help training` lists" in refused(["--training.zzz", "x"])
+
+
+def test_a_key_is_found_by_its_name_in_other_trainers():
+    names = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+    argv = [word for name in names for word in (f"--{name}", "1")]
+    lines = refused(argv).splitlines()
+    for line, (name, key) in zip(lines, names.items(), strict=True):
+        assert f' {name} = "1": unknown key. Did you mean {key}?' in line
 
 
 def test_the_launcher_names_the_ranks(monkeypatch):
