@@ -531,7 +531,13 @@ def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize(
-    "command", [["train"], ["train", "--dry-run"], ["config"], ["plan", "--world-size", "2"]]
+    "command",
+    [
+        ["train"],
+        pytest.param(["train", "--dry-run"], marks=pytest.mark.full),
+        pytest.param(["config"], marks=pytest.mark.full),
+        pytest.param(["plan", "--world-size", "2"], marks=pytest.mark.full),
+    ],
 )
 def test_a_config_is_checked_without_inductor_and_garbage(command: list[str]) -> None:
     """Each takes a fifth of the time; the environment of the ranks stays as it was."""

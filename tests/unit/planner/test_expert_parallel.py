@@ -38,7 +38,7 @@ MESHES = {
     "ep2_hsdp": [DEGREE, "2", REPLICATE, "2"],
 }
 
-QUICK = ("ep2", "ep2_tp2")
+QUICK = ("ep2",)
 
 
 def fake_rank(*flags, rank=0, ranks=RANKS, module="qwen3", config="debugmodel_moe", layers=LAYERS):
