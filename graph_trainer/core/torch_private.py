@@ -361,9 +361,23 @@ def ambient_state() -> tuple[Any, ...]:
     return (
         *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
         # a checkpoint around each layer makes its own
-        *(kernels, casts, [getattr(hook, "__code__", hook) for hook in saved or ()]),
-        *([type(mode) for mode in modes], [type(mode) for mode in functions]),
+        *(kernels, casts, [_outline(hook) for hook in saved or ()]),
+        [_outline(mode) for mode in (*modes, *functions)],
     )
+
+
+def _outline(value: Any) -> tuple[Any, ...]:
+    """Return the code of a function, or the class of an object, with the numbers and texts that it
+    has; those that are not plain, as a checkpoint's frame, differ from one call to the next."""
+    contents = dict(getattr(value, "__dict__", {}))
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        cells = (cell.cell_contents for cell in value.__closure__ or ())
+        contents |= dict(zip(code.co_freevars, cells, strict=True))
+        contents |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
+    plain = (bool, int, float, complex, str, bytes)
+    numbers = {name: repr(each) for name, each in contents.items() if type(each) in plain}
+    return (code or type(value), numbers)
 
 
 def fake_like(

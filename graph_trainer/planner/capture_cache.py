@@ -7,20 +7,18 @@ import gc
 import hashlib
 import os
 import pickle
+import re
 import sys
 import sysconfig
-from importlib import metadata
 from pathlib import Path
 from platform import python_version
 
 import torch
-import torchtitan
 from filelock import FileLock
 from torchtitan.tools.logging import logger
 
-import graph_trainer
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.side_effects import is_installed_file
+from graph_trainer.core.capture.side_effects import INSTALLED, REVIEWED, is_library_file
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
@@ -34,7 +32,9 @@ FOLDER = "GRAPH_TRAINER_CAPTURES"
 MOST_BYTES = 256 * 2**20
 """Of all files together; those used least recently are removed. A step of 8B takes 0.4 MiB."""
 
-_FORMAT = 1
+_FORMAT = 2
+_PACKAGE = str(Path(__file__).parents[1])
+_OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 _LOCK_SECONDS = 10
 
 
@@ -53,6 +53,7 @@ class CaptureCache:
     def __init__(self, folder: Path, *, warns: bool = True) -> None:
         self._folder = folder
         self._warned = not warns
+        self._digests: dict[str, bytes] = {}
 
     def of(self, run: FakeRank, what: str, on_progress: OnProgress) -> JointGraph:
         """Read the step of a rank, or capture and write it.
@@ -63,14 +64,16 @@ class CaptureCache:
         Raises:
             CaptureError: the step cannot be captured.
         """
-        key = key_of(run, what)
+        key = key_of(run, what, self._digests)
         path = self._folder / f"{key}.graph"
         if (joint := self._read(path, run)) is not None:
             on_progress(f"captured by an earlier call: {key[:16]} in {self._folder}")
             return joint
         on_progress("capturing the train step")
         joint = run.capture()
-        if key == key_of(run, what):  # otherwise the capture has imported further files
+        if key == key_of(
+            run, what, self._digests
+        ):  # otherwise the capture has imported further files
             self._write(path, joint, run)
         return joint
 
@@ -78,6 +81,8 @@ class CaptureCache:
         collects = gc.isenabled()
         gc.disable()  # everything that is made here remains; this halves the time
         try:
+            if path.exists() and not path.is_file():
+                raise OSError("it is no file")
             joint = graph_from_bytes(path.read_bytes(), fakes_as_real(), run.meshes)
             with contextlib.suppress(OSError):  # of another user, or on a disk to read from only
                 os.utime(path)
@@ -129,36 +134,73 @@ class CaptureCache:
         self._warned = True
 
 
-def key_of(run: FakeRank, what: str) -> str:
+def key_of(run: FakeRank, what: str, digests: dict[str, bytes] | None = None) -> str:
     """Hash everything that the captured step of a rank depends on.
 
-    That is the config, the rank, the model as it was built, torch's settings, versions, and source
-    files: all of this package and of torchtitan (by size and time), those of the classes of the
-    model and its loss, and every imported file that is not of an installed package.
+    That is the config, the rank, the model as it was built, torch's settings, and all code: the
+    files of this package, every imported file of the packages that the model and its loss are of,
+    or of no installed one, with the variables of the environment that these files name; of
+    torchtitan and transformers each file by size and time; of all others the versions.
+
+    Args:
+        digests: of files by path, as they were when this process first read them, and with it what
+            it has imported: a file that has changed since is not what is captured.
     """
     classes = {of for module in run.model.modules() for of in type(module).__mro__}
     own = {of.__module__ for of in classes} | {getattr(run.loss_fn, "__module__", "")}
-    packages = {name.partition(".")[0] for name in own} | {"torch", "torchtitan"}
+    packages = {name.partition(".")[0] for name in own} - {"torch", *sys.stdlib_module_names}
     settings = ModuleSettings.of(run.model, ())
     tensors = [*run.model.named_parameters(), *run.model.named_buffers()]
     parts = [
         *(_FORMAT, python_version(), torch.version.git_version, sys.byteorder),
-        [(name, _version(name)) for name in sorted(packages)],
+        sorted({each.name for path in sys.path for each in Path(path).glob("*.dist-info")}),
         *(what, run.world_size, run.rank, run.device),
         *(ambient_state(), torch.are_deterministic_algorithms_enabled(), settings.training),
         [
             (name, f"{kind.__module__}.{kind.__qualname__}", values)
             for name, kind, values in settings.modules
         ],
+        _objects_in(run.model),
         [(name, _described(tensor)) for name, tensor in tensors],
     ]
     key = hashlib.sha256(repr(parts).encode())
-    for path in sorted(_sources(own)):
-        key.update(f"\0{path}\0".encode() + hashlib.sha256(Path(path).read_bytes()).digest())
-    for file in sorted(Path(torchtitan.__path__[0]).rglob("*.py")):
-        stat = file.stat()
-        key.update(f"\0{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    digests = {} if digests is None else digests
+    for path in sorted(_sources(packages)):
+        if path not in digests:
+            digests[path] = _digest(path)
+        key.update(f"\0{path}\0".encode() + digests[path])
+    for package in sorted(packages & {*REVIEWED} | {"torchtitan"}):
+        for file in sorted(Path(sys.modules[package].__path__[0]).rglob("*.py")):
+            stat = file.stat()
+            key.update(f"\0{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
     return key.hexdigest()
+
+
+def _digest(path: str) -> bytes:
+    """Hash a source file, and of the environment the variables that it names."""
+    source = Path(path).read_bytes()
+    digest = hashlib.sha256(source)
+    if not path.startswith(_PACKAGE):
+        words = set(re.findall(rb"\w+", source))
+        named = {name: each for name, each in os.environ.items() if name.encode() in words}
+        digest.update(repr(sorted(named.items())).encode())
+    return digest.digest()
+
+
+def _objects_in(model: torch.nn.Module) -> list[tuple[str, bytes]]:
+    """Return by name, pickled, what modules have that is neither a tensor nor in their settings:
+    objects with numbers, say. What cannot be pickled, a lock or a lambda, is left out."""
+    pickled: dict[int, bytes] = {}  # a config is an attribute of every module
+    objects = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or isinstance(value, torch.Tensor):
+                continue
+            with contextlib.suppress(Exception):  # whatever an object raises that is pickled
+                if id(value) not in pickled:
+                    pickled[id(value)] = pickle.dumps(value)
+                objects.append((name, pickled[id(value)]))
+    return objects
 
 
 def _described(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -167,21 +209,16 @@ def _described(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad, local.shape, *placed)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _sources(own: set[str]) -> set[str]:
-    """List the source files of this package, of some modules, and of all that is not installed."""
-    files = {str(path) for path in Path(graph_trainer.__path__[0]).rglob("*.py")}
-    installed = sysconfig.get_path("stdlib")  # site-packages may lie below
+def _sources(packages: set[str]) -> set[str]:
+    """List the source files of this package, and the imported ones of some packages and of none
+    that is installed."""
+    files = {str(path) for path in Path(_PACKAGE).rglob("*.py")}
+    standard = sysconfig.get_path("stdlib")  # site-packages may lie below
     for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if not path or not os.path.isfile(path):
+        path, package = getattr(module, "__file__", None), name.partition(".")[0]
+        if not path or not os.path.isfile(path) or package in REVIEWED or is_library_file(path):
             continue
-        if name in own or not (path.startswith(installed) or is_installed_file(path)):
+        installed = path.startswith(standard) or not set(INSTALLED).isdisjoint(Path(path).parts)
+        if package in packages or not installed:
             files.add(path)
     return files

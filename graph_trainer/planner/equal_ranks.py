@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
-from graph_trainer.core.capture.side_effects import is_installed_file
+from graph_trainer.core.capture.side_effects import is_reviewed_file
 from graph_trainer.core.graph.annotations import (
     annotations_of,
     local_slice_group,
@@ -54,7 +54,7 @@ def shortened(config: GraphTrainerConfig) -> GraphTrainerConfig:
     layers = getattr(spec and spec.model, "layers", None)
     if spec is None or not isinstance(layers, list) or config.compile.full_capture:
         return config
-    if not is_installed_file(sys.modules[type(spec.model).__module__].__file__ or ""):
+    if not is_reviewed_file(sys.modules[type(spec.model).__module__].__file__ or ""):
         return config
     kept: list[Any] = []
     for _, group in groupby(layers, key=_without_initial_values):

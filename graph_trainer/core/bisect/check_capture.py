@@ -34,6 +34,7 @@ def check_capture(
     *,
     passes: PassConfig | None = None,
     attributes: bool = True,
+    full_capture: bool | None = None,
 ) -> None:
     """Check that captured steps of a model compute what the model does, bit for bit.
 
@@ -50,6 +51,7 @@ def check_capture(
         passes: the passes of the captured steps; None for the default ones.
         attributes: whether the attributes of the modules are compared. A captured step sets none,
             so turn this off for a model that sets some for others to read.
+        full_capture: as of `capture`.
 
     Raises:
         VerificationError: with what differs first, at which step, and the first op of the model
@@ -71,7 +73,12 @@ def check_capture(
         return eager_step(model, loss_fn, args, {})
 
     # every graph is kept: what is captured below would be seen as ops of the step
-    captured = TrainStep(loss_fn, passes=passes or PassConfig(), max_graphs=len(batches))
+    captured = TrainStep(
+        loss_fn,
+        passes=passes or PassConfig(),
+        max_graphs=len(batches),
+        full_capture=full_capture,
+    )
     with start.again():
         wanted = list(_results(model, eager, batches, attributes))
     with start.again():

@@ -24,7 +24,7 @@ Tensors = dict[int, torch.Tensor]
 Attribute = tuple[type, str]
 """A class of modules and the name of an attribute."""
 
-_ATOMS = {type(None), bool, int, float, complex, str, bytes}
+ATOMS = {type(None), bool, int, float, complex, str, bytes}
 _INITIAL = "_param_init"
 """Where torchtitan's modules keep how to draw their initial values, which no step reads. The scale
 of these depends on a layer's depth."""
@@ -89,7 +89,7 @@ class _Walk:
             one, other, may_name = stack.pop()
             if type(one) is not type(other):
                 raise _Different
-            if type(one) in _ATOMS:
+            if type(one) in ATOMS:
                 is_name = may_name and type(one) is str and self._renamed(one) == other
                 if one is not other and repr(one) != repr(other) and not is_name:
                     raise _Different  # -0.0 is not 0.0
@@ -109,7 +109,7 @@ class _Walk:
                 if isinstance(one, nn.Module):
                     stack += ((t, t, False) for t in (*one.parameters(), *one.buffers()))
                 continue
-            elif _is_compared_by_torch(one):
+            elif is_compared_by_torch(one):
                 if one != other:
                     raise _Different
                 continue
@@ -119,7 +119,7 @@ class _Walk:
                 may_name and isinstance(one, dict)
             )
             for a, b in zip(*contents, strict=True):
-                if a is not b or type(a) not in _ATOMS:
+                if a is not b or type(a) not in ATOMS:
                     stack.append((a, b, may_name))
 
     def _renamed(self, text: str) -> str:
@@ -152,7 +152,7 @@ class _Walk:
         return positions
 
 
-def _is_compared_by_torch(value: Any) -> bool:
+def is_compared_by_torch(value: Any) -> bool:
     """Tell whether == compares whole contents: of dtypes, sizes, placements, sets of ops."""
     kind: Any = type(value)
     if kind in (set, frozenset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import re
 import sys
@@ -35,7 +36,7 @@ from graph_trainer.core.capture.rng_replay import (
     refuse_seeds_of_cuda,
 )
 from graph_trainer.core.capture.second_step import check_second_step
-from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
+from graph_trainer.core.capture.side_effects import is_reviewed_file, refuse_leftovers
 from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
@@ -51,6 +52,9 @@ from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node, s
 from graph_trainer.errors import CaptureError
 
 logger = logging.getLogger(__name__)
+
+_NOT_MODELS = {"torch", *sys.stdlib_module_names}
+"""Packages whose classes are bases of modules and hold no state of a step."""
 
 
 def capture(
@@ -127,21 +131,31 @@ def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
 
 
 def _users_own(model: nn.Module, loss_fn: LossFn) -> str:
-    """Return a file, of no installed package, with classes of modules, a hook or the loss, or "".
+    """Return a file, of no package that is known, with a class of modules, one of its methods, a
+    hook or the loss, or "".
 
     Such code may keep state that `PythonState` does not see, in slots or iterators, and a step
     with it is traced twice.
     """
-    homes = {type(module).__module__ for module in model.modules()}
-    files = []
-    for function in (loss_fn, *hooks_of(model.modules())):
-        code = getattr(getattr(function, "func", function), "__code__", None)
-        if code is None:
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    functions: list[Any] = [loss_fn, *hooks_of(model.modules())]
+    homes = set()
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in _NOT_MODELS:
+            homes.add(kind.__module__)
+            # one of the user's own may have been put in the place of a class's method
+            functions += (each for each in vars(kind).values() if callable(each))
+    files = set()
+    for function in functions:
+        code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+        if code is not None:
+            files.add(code.co_filename)
+        elif not isinstance(function, type):
             homes.add(type(function).__module__)
-        else:
-            files.append(code.co_filename)
-    files += [getattr(sys.modules.get(home), "__file__", None) or home for home in sorted(homes)]
-    return next((file for file in files if not is_installed_file(file)), "")
+    homes = {home for home in homes if home.partition(".")[0] not in _NOT_MODELS}
+    files |= {getattr(sys.modules.get(home), "__file__", None) or home for home in homes}
+    written = (file for file in sorted(files) if not file.startswith("<"))  # by dataclasses
+    return next((file for file in written if not is_reviewed_file(file)), "")
 
 
 def _captured(

@@ -304,6 +304,7 @@ class _Extension:
         second_forward = self._nodes[Phase.FORWARD.value, SECOND][-1]
         for node in self._graph.nodes:
             if node in self._alias_of:
+                names.leave_out(node)
                 continue
             if node is second_backward:
                 copy_pattern(Phase.BACKWARD.value, between[::-1])
@@ -392,6 +393,10 @@ class _Names:
         """Return the name of a traced node."""
         op, number = _numbered(node.name)
         return _name(op, number + self._moved[op])
+
+    def leave_out(self, node: fx.Node) -> None:
+        """Give the number of a node that is not written to the next one of its op."""
+        self._moved[_numbered(node.name)[0]] -= 1
 
     def of_copies(self, phase: str, count: int) -> list[list[str]]:
         """Return the names of the nodes of so many copies of the pattern, in the order in which

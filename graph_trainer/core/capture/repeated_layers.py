@@ -18,7 +18,14 @@ import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta
 
-from graph_trainer.core.capture.alike import Alike, Attribute, Tensors, compare
+from graph_trainer.core.capture.alike import (
+    ATOMS,
+    Alike,
+    Attribute,
+    Tensors,
+    compare,
+    is_compared_by_torch,
+)
 from graph_trainer.core.graph.annotations import Phase
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
@@ -28,6 +35,7 @@ from graph_trainer.core.torch_private import (
     modules_that_look_for_hooks,
     pytree,
     reads_seen,
+    tensor_hooks,
     without_torch_functions,
 )
 from graph_trainer.errors import CaptureError
@@ -120,6 +128,8 @@ class _Calls:
     def __init__(self, repetition: Repetition) -> None:
         self._run = repetition
         self._done: list[_Call] = []
+        self._tensors: list[list[int]] = []
+        """By layer the ids of its parameters and buffers when forward begins."""
         self._failure = ""
 
     def enter(self, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -127,6 +137,9 @@ class _Calls:
         if _in_backward():
             return  # a checkpointed layer that is recomputed
         run, name = self._run, self._run.names[place]
+        self._tensors = self._tensors or list(map(_ids_in, run.layers))
+        if self._tensors[place] != _ids_in(run.layers[place]):  # by torch.func.functional_call
+            self._refuse(f"'{name}' runs with other parameters or buffers than its own")
         if place != len(self._done):
             self._refuse(f"forward does not call '{name}' once and in order")
         call = _Call(*pytree.tree_flatten((args, kwargs)), _ambient(layer))
@@ -183,7 +196,13 @@ class _Calls:
             if first.of_output != second.of_output:
                 self._refuse(f"'{run.names[other]}' returns something else than '{run.names[one]}'")
             pairs = zip(first.output, second.output, strict=True)
-            carried.update({id(a): b for a, b in pairs if isinstance(a, torch.Tensor)})
+            tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor)]
+            carried.update({id(a): b for a, b in tensors})
+            if any(_marks(a) != _marks(b) for a, b in tensors):
+                self._refuse(
+                    f"what '{run.names[other]}' returns has other hooks or attributes than what "
+                    f"'{run.names[one]}' does"
+                )
         wanted = [carried.get(id(each), each) for each in sample.given]
         name, like = run.names[place], run.names[of_sample]
         if call.structure != sample.structure or not all(map(_is_same, call.given, wanted)):
@@ -280,6 +299,10 @@ def _in_backward() -> bool:
     return (get_current_meta().get("custom") or {}).get("phase") == Phase.BACKWARD.value
 
 
+def _ids_in(layer: nn.Module) -> list[int]:
+    return [id(tensor) for tensor in (*layer.parameters(), *layer.buffers())]
+
+
 def _ambient(layer: nn.Module) -> tuple[Any, ...]:
     """Return the modes in which a layer runs, what it is annotated with, and the modes and number
     of hooks of the modules inside, which a step may set for one call."""
@@ -293,11 +316,19 @@ def _ambient(layer: nn.Module) -> tuple[Any, ...]:
 
 def _is_constant(value: Any) -> bool:
     """Tell whether what a layer is given cannot change: numbers, texts, and objects of torch."""
-    plain = type(value) in (type(None), bool, int, float, complex, str, bytes)
-    return plain or type(value).__module__.partition(".")[0] == "torch"
+    return type(value) in ATOMS or type(value).__module__.partition(".")[0] == "torch"
 
 
 def _is_same(given: Any, wanted: Any) -> bool:
-    if isinstance(given, torch.Tensor):
+    """Tell whether a layer is given what another one is: one object, or equal constants."""
+    if given is wanted or type(given) is not type(wanted):
         return given is wanted
-    return given is wanted or (type(given) is type(wanted) and repr(given) == repr(wanted))
+    if type(given) in ATOMS:
+        return repr(given) == repr(wanted)  # -0.0 is not 0.0
+    is_value = not isinstance(given, torch.Tensor) and is_compared_by_torch(given)
+    return is_value and given == wanted
+
+
+def _marks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a model may have set on a tensor: its hooks, and attributes by their names."""
+    return (*tensor_hooks(tensor), set(vars(tensor)))

@@ -12,6 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import CellType, FrameType
 from typing import Any
@@ -34,7 +35,9 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
 from graph_trainer.errors import CaptureError
 
-_INSTALLED = {"site-packages", "dist-packages"}
+INSTALLED = ("site-packages", "dist-packages")
+REVIEWED = ("torchtitan", "transformers")
+"""Packages whose models, as they are installed, are known to keep no state in a step."""
 # Frames of torch and of this package are not the user's code.
 _LIBRARIES = tuple(
     f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[2])
@@ -194,9 +197,12 @@ def is_library_file(file: str) -> bool:
     return file.startswith(_LIBRARIES)
 
 
-def is_installed_file(file: str) -> bool:
-    """Tell whether a file of Python code is of an installed package, torch's or this one's."""
-    return is_library_file(file) or not _INSTALLED.isdisjoint(Path(file).parts)
+def is_reviewed_file(file: str) -> bool:
+    """Tell whether a file of Python code is torch's, this package's, or of a package whose models
+    keep no state; a package of the user's own is not, though it may be installed."""
+    folders = pairwise(Path(file).parts)
+    of_package = any(above in INSTALLED and name in REVIEWED for above, name in folders)
+    return is_library_file(file) or of_package
 
 
 def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:

@@ -15,10 +15,13 @@ from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import hooks_of
 from graph_trainer.errors import CaptureError
 
-_SCALARS = {bool, int, float, complex, str, type(None)}
+_SCALARS = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
+_CONTAINERS = {list, tuple, dict}
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 Attributes = dict[str, tuple[type, Any]]
-"""By name, the type and the value of a module's numbers, texts and switches."""
+"""By name, the type and the value of a module's numbers, texts and switches; of a list, tuple or
+dict of such values its text, since the object may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +85,14 @@ class ModuleSettings:
                 contents = vars(module)
                 for attribute, (of_type, value) in attributes.items():
                     now = contents.get(attribute)
-                    if now is not value and (type(now) is not of_type or now != value):
+                    if now is value:
+                        continue
+                    is_container = of_type in _CONTAINERS
+                    is_equal = (repr(now) if is_container else now) == value
+                    if type(now) is not of_type or not is_equal:
+                        before = value if is_container else repr(value)
                         raise CaptureError(
-                            f"'{f'{name}.{attribute}'.strip('.')}' was {value!r} when the graph "
+                            f"'{f'{name}.{attribute}'.strip('.')}' was {before} when the graph "
                             f"was captured and is {now!r} now: capture again"
                         )
         if defaults_of(device_types) != self.defaults:
@@ -107,6 +115,16 @@ def autocast_enabled(device_type: str) -> bool:
 
 
 def _attributes(module: nn.Module) -> Attributes:
-    attributes = {n: (type(v), v) for n, v in vars(module).items() if type(v) in _SCALARS}
-    del attributes["training"]
+    attributes: Attributes = {}
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE and _is_plain(value):
+            kind = type(value)
+            attributes[name] = (kind, repr(value) if kind in _CONTAINERS else value)
     return attributes
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is a number, text or switch, or a container of such values alone."""
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in _SCALARS
