@@ -115,7 +115,7 @@ def _key(value: Any, seen: dict[int, int]) -> object:
         return (kind, tuple(_key(inner, seen) for inner in value))
     if callable(value):
         return (kind, value)  # what is inside a function, a class or a module is not looked for
-    names = [n for c in kind.__mro__ for n in _slots(c)] + sorted(getattr(value, "__dict__", ()))
+    names = slots_of(kind) + sorted(getattr(value, "__dict__", ()))
     if names:
         return (kind, value, tuple((n, _key(getattr(value, n, None), seen)) for n in names))
     try:  # NumPy's arrays
@@ -132,9 +132,15 @@ class _HoldsTensors(Exception):
     """Raised for a tensor inside a constant."""
 
 
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slots_of(kind: type) -> list[str]:
+    """List the attributes of a class that are slots, by the names that getattr knows."""
+    names = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_mangled = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_mangled else name)
+    return names
 
 
 def _check_constant(path: str, value: Any) -> object:

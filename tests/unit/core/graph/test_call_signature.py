@@ -73,6 +73,28 @@ class Holder:
         self.x = x
 
 
+class Scale:
+    __slots__ = ("__factor",)  # which Python names _Scale__factor
+
+    def __init__(self, factor):
+        self.set(factor)
+
+    def set(self, factor):
+        self.__factor = factor
+
+    def of(self, x):
+        return x * self.__factor
+
+
+def test_a_constant_that_has_changed_in_a_private_slot_is_refused():
+    scale = Scale(2.0)
+    step = gt.compile(gt.capture(net(), lambda m, x, c: c.of(m(x)).mean(), (X, scale)))
+    step(net(), X, scale)
+    scale.set(3.0)
+    with pytest.raises(gt.CaptureError, match=r"args\[1\]"):
+        step(net(), X, scale)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
