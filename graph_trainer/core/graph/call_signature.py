@@ -62,7 +62,7 @@ class Batch:
         ):
             if is_tensor and isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
-            elif is_tensor or isinstance(leaf, torch.Tensor) or constant_key(leaf) != key:
+            elif is_tensor or isinstance(leaf, torch.Tensor) or _key_of(path, leaf) != key:
                 raise CaptureError(
                     f"'{path}' was {'a tensor' if is_tensor else repr(constant)} when the graph "
                     f"was captured and is {_short(leaf)} now; capture again for another value"
@@ -91,6 +91,9 @@ def constant_key(value: Any) -> object:
     1, 1.0 and True are equal in Python and give different graphs; so do 0.0 and -0.0. A NaN is
     not equal to itself and gives the same graph. An object is described by its attributes, as
     deep as they go: it may have changed since. The key is hashable if the value is.
+
+    Raises:
+        HoldsTensors: there is a tensor inside.
     """
     return _key(value, {})
 
@@ -103,7 +106,7 @@ def _key(value: Any, seen: dict[int, int]) -> object:
     if isinstance(value, Number):  # by all its digits and its sign
         return (kind, repr(value))
     if isinstance(value, torch.Tensor):
-        raise _HoldsTensors
+        raise HoldsTensors
     if id(value) in seen:
         return (kind, seen[id(value)])
     seen[id(value)] = len(seen)
@@ -128,7 +131,7 @@ def _key(value: Any, seen: dict[int, int]) -> object:
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, DeviceMesh)
 
 
-class _HoldsTensors(Exception):
+class HoldsTensors(Exception):
     """Raised for a tensor inside a constant."""
 
 
@@ -143,15 +146,19 @@ def slots_of(kind: type) -> list[str]:
     return names
 
 
-def _check_constant(path: str, value: Any) -> object:
+def _key_of(path: str, value: Any) -> object:
     try:
-        key = constant_key(value)
-    except _HoldsTensors:
+        return constant_key(value)
+    except HoldsTensors:
         raise CaptureError(
             f"'{path}' is a {type(value).__name__} that holds tensors, and torch's pytree does "
             "not know how to take it apart: pass its tensors in a dict, list or tuple, or "
             "register the class with torch.utils._pytree.register_pytree_node"
         ) from None
+
+
+def _check_constant(path: str, value: Any) -> object:
+    key = _key_of(path, value)
     try:
         hash(value)
     except TypeError:

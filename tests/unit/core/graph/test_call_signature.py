@@ -109,6 +109,12 @@ def test_constants_that_cannot_be_checked_later_are_refused(value, message):
         gt.capture(net(), lambda m, x, c: m(x).mean(), (X, value))
 
 
+def test_a_later_call_that_holds_tensors_in_place_of_a_constant_is_refused():
+    step = gt.compile(gt.capture(net(), lambda m, x, c: m(x).mean(), (X, 1)))
+    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a Holder that holds tensors"):
+        step(net(), X, Holder(torch.ones(1)))
+
+
 def test_one_tensor_given_twice_is_two_inputs():
     def loss(model, x, z):
         return (model(x) - 2 * model(z)).mean()

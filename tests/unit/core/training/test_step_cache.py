@@ -167,6 +167,8 @@ def test_a_constant_that_can_change_unseen_is_refused():
     recorded, model = Recorded(), Net()
     with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a set"):
         recorded.step(model, torch.randn(2, 4), {1})
+    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a frozenset that holds tensors"):
+        recorded.step(model, torch.randn(2, 4), frozenset([torch.ones(1)]))
 
 
 def test_the_model_is_not_kept_alive():
