@@ -123,8 +123,10 @@ class TrainStep:
         try:
             key = (program, _batch_key(call))
             step = self._steps.get(key)
-        except (TypeError, HoldsTensors):
-            Batch(args, kwargs)  # raises with the constant that cannot be hashed, or holds tensors
+        except (TypeError, RuntimeError, HoldsTensors):
+            # these raise with the constant that cannot be compared, or the tensor that is not dense
+            batch = Batch(args, kwargs)
+            batch.inputs(batch.take(call))
             raise
         if step is None:
             step = self._prepared(program, call, args, kwargs)
