@@ -85,7 +85,7 @@ def compile_with_inductor(
     with inductor_config.patch(settings_in_order()), once, waits_for_copies_in_place():
         if not half:
             return torch._inductor.compile(module, list(examples))
-        return compile_fx(module, list(examples), inner_compile=inner)
+        return compile_fx(module, list(examples), inner_compile=inner)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
