@@ -143,12 +143,12 @@ def fused_layers_as_in_eager() -> Iterator[None]:
     """
     overrides: Any = torch.overrides
     attention: Any = nn.modules.activation
-    askers = (attention.__name__, nn.modules.transformer.__name__)
-    asked = overrides.has_torch_function
+    callers = (attention.__name__, nn.modules.transformer.__name__)
+    original = overrides.has_torch_function
 
     def has_torch_function(tensors: Any) -> bool:
-        if sys._getframe(1).f_globals.get("__name__") not in askers:
-            return bool(asked(tensors))
+        if sys._getframe(1).f_globals.get("__name__") not in callers:
+            return bool(original(tensors))
         plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
         return any(type(tensor).__torch_function__ not in plain for tensor in tensors)
 

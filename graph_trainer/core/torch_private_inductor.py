@@ -63,8 +63,8 @@ def settings_in_order() -> dict[str, Any]:
 
 def compile_with_inductor(
     module: fx.GraphModule, examples: list[torch.Tensor], half: str = ""
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Compile a graph by Inductor; return a function of a boxed list.
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a graph by Inductor; return a function of its inputs.
 
     The graph has its backward already, or is "forward" or "backward".
 
@@ -84,16 +84,8 @@ def compile_with_inductor(
     once = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with inductor_config.patch(settings_in_order()), once, waits_for_copies_in_place():
         if not half:
-            compiled = torch._inductor.compile(module, list(examples))
-        else:
-            compiled = compile_fx(module, list(examples), inner_compile=inner)
-
-    def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        values = tuple(boxed)
-        boxed.clear()
-        return compiled(*values)
-
-    return run
+            return torch._inductor.compile(module, list(examples))
+        return compile_fx(module, list(examples), inner_compile=inner)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

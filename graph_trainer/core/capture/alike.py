@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from graph_trainer.core.graph.call_signature import slots_of
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import tensor_hooks
 
@@ -225,13 +226,7 @@ def _slots_of(kind: Any) -> list[str] | None:
     bases = [base for base in kind.__mro__ if base is not object]
     if kind is CodeType or not all(base.__flags__ & _HEAP_TYPE for base in bases):
         return None
-    names = []
-    for base in bases:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_mangled = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_mangled else name)
-    return names
+    return slots_of(kind)
 
 
 def _hooks_in(module: nn.Module) -> dict[str, Any]:

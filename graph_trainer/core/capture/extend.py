@@ -263,6 +263,7 @@ class _Extension:
         def read_by(period: int | None) -> Callable[[fx.Node], fx.Node]:
             def read(node: fx.Node) -> fx.Node:
                 node = self._alias_of.get(node, node)
+                # -1 where it is of no period: an input, or an op beside the layers
                 phase, of_period, position = self._place_of.get(node, ("", -1, 0))
                 if period == self._last and of_period == SECOND:  # its neighbour was left out
                     return copies[phase, period - 1, position]

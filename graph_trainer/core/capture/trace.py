@@ -111,6 +111,7 @@ class StepTrace:
                 # which logs the traceback of what is explained below
                 patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True),
             ):
+                # fx counts the arguments of a method's code, and self would be one of them
                 traced = make_fx(lambda flat: self.run(flat), _allow_non_fake_inputs=True)
                 graph_module = traced(fakes)
         except GraphTrainerError:

@@ -62,7 +62,7 @@ class Batch:
         ):
             if is_tensor and isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
-            elif is_tensor or isinstance(leaf, torch.Tensor) or constant_key(leaf) != key:
+            elif is_tensor or isinstance(leaf, torch.Tensor) or _key_of(path, leaf) != key:
                 raise CaptureError(
                     f"'{path}' was {'a tensor' if is_tensor else repr(constant)} when the graph "
                     f"was captured and is {_short(leaf)} now; capture again for another value"
@@ -91,6 +91,9 @@ def constant_key(value: Any) -> object:
     1, 1.0 and True are equal in Python and give different graphs; so do 0.0 and -0.0. A NaN is
     not equal to itself and gives the same graph. An object is described by its attributes, as
     deep as they go: it may have changed since. The key is hashable if the value is.
+
+    Raises:
+        HoldsTensors: there is a tensor inside.
     """
     return _key(value, {})
 
@@ -103,7 +106,7 @@ def _key(value: Any, seen: dict[int, int]) -> object:
     if isinstance(value, Number):  # by all its digits and its sign
         return (kind, repr(value))
     if isinstance(value, torch.Tensor):
-        raise _HoldsTensors
+        raise HoldsTensors
     if id(value) in seen:
         return (kind, seen[id(value)])
     seen[id(value)] = len(seen)
@@ -115,7 +118,7 @@ def _key(value: Any, seen: dict[int, int]) -> object:
         return (kind, tuple(_key(inner, seen) for inner in value))
     if callable(value):
         return (kind, value)  # what is inside a function, a class or a module is not looked for
-    names = [n for c in kind.__mro__ for n in _slots(c)] + sorted(getattr(value, "__dict__", ()))
+    names = slots_of(kind) + sorted(getattr(value, "__dict__", ()))
     if names:
         return (kind, value, tuple((n, _key(getattr(value, n, None), seen)) for n in names))
     try:  # NumPy's arrays
@@ -128,24 +131,34 @@ def _key(value: Any, seen: dict[int, int]) -> object:
 _PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, DeviceMesh)
 
 
-class _HoldsTensors(Exception):
+class HoldsTensors(Exception):
     """Raised for a tensor inside a constant."""
 
 
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slots_of(kind: type) -> list[str]:
+    """List the attributes of a class that are slots, by the names that getattr knows."""
+    names = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_mangled = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_mangled else name)
+    return names
 
 
-def _check_constant(path: str, value: Any) -> object:
+def _key_of(path: str, value: Any) -> object:
     try:
-        key = constant_key(value)
-    except _HoldsTensors:
+        return constant_key(value)
+    except HoldsTensors:
         raise CaptureError(
             f"'{path}' is a {type(value).__name__} that holds tensors, and torch's pytree does "
             "not know how to take it apart: pass its tensors in a dict, list or tuple, or "
             "register the class with torch.utils._pytree.register_pytree_node"
         ) from None
+
+
+def _check_constant(path: str, value: Any) -> object:
+    key = _key_of(path, value)
     try:
         hash(value)
     except TypeError:

@@ -360,6 +360,8 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
     known = registered_passes() | {p.name: p for p in selected}
     if unknown := [name for name in config.options if name not in known]:
         raise PassError(f"options are given for '{unknown[0]}', which is not in the pass list")
+    for name in config.options:
+        _options(config, known[name])  # of the right class, before their fields are read
     for idle in without_effect(selected, config.disable_passes, settings, config.options):
         of = f" of '{idle.of}'" if idle.of else ""
         if idle.name == "gt.offload":

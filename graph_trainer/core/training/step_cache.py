@@ -15,7 +15,7 @@ from torch import nn
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.call import Call
-from graph_trainer.core.graph.call_signature import Batch, constant_key
+from graph_trainer.core.graph.call_signature import Batch, HoldsTensors, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import defaults_of
 from graph_trainer.core.graph.subclasses import unwrap
@@ -120,11 +120,13 @@ class TrainStep:
     def _step_for(self, call: Call, args: Any, kwargs: Any) -> _CompiledStep:
         """Return the step that fits a call, captured now if there is none."""
         program = _program_key(call)
-        key = (program, _batch_key(call))
         try:
+            key = (program, _batch_key(call))
             step = self._steps.get(key)
-        except TypeError:
-            Batch(args, kwargs)  # raises with the constant that cannot be hashed
+        except (TypeError, RuntimeError, HoldsTensors):
+            # these raise with the constant that cannot be compared, or the tensor that is not dense
+            batch = Batch(args, kwargs)
+            batch.inputs(batch.take(call))
             raise
         if step is None:
             step = self._prepared(program, call, args, kwargs)

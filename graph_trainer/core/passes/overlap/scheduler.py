@@ -132,10 +132,13 @@ class Scheduler:
         self.prepares = {place for each in graph.gathers for place in each.places[:-1]}
         self.next_gather = 0
         self.refused_at = (-1, -1, -1)
+        """The gather for which there was no memory, with how many were in flight and how many heavy
+        nodes had run: until one of these has changed, it is not tried again."""
         self.next_reduction = 0
         self.others = [place for place, kind in enumerate(graph.kind) if kind is Kind.OTHER]
         self.next_other = 0
         self.path: list[int] | None = None
+        """What leads to the other collective `path_of` and has not run, None if it is too long."""
         self.path_of = -1
 
     def run(self) -> list[int]:

@@ -62,9 +62,9 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
 
     What other blocks or the loss read stays alive anyway, so saving it costs nothing.
     """
-    fusion = context.settings.other_memory(joint)
+    backend = context.settings.other_memory(joint)
     hardware = context.hardware_for(joint)
-    cost = costs(joint, hardware, GRAPH_TRAINER.fusion(joint, fusion.fused, fusion.in_regions))
+    cost = costs(joint, hardware, GRAPH_TRAINER.fusion(joint, backend.fused, backend.in_regions))
     seconds = {node: each.seconds for node, each in cost.items()}
     seconds |= {each.node: collective_seconds(each, hardware) for each in collectives(joint)}
     storages, size = value_storages(joint.graph), lifetimes(joint).size

@@ -10,7 +10,6 @@ from functools import cache, partial
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.blocks import block_inputs
-from graph_trainer.core.analysis.memory import Memory
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_chains
 from graph_trainer.core.graph.annotations import recompute_policy, set_kept, set_offload
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -253,17 +252,14 @@ class _Planner:
     def _needed_at_least(self, number: int) -> int:
         """Return the most bytes that any rank needs of its device after a number of steps, where
         only the passes that any step needs run."""
-        need = need_of(self._memory(number), self._hardware)
-        return self._context.agreement.all_reduce_max(need.total)
+        trial = self.trial(number, Stage.COMMUNICATION)
+        other = self._context.settings.other_memory(trial)
+        memory = predicted_memory(trial, self._hardware, other)
+        return self._context.agreement.all_reduce_max(need_of(memory, self._hardware).total)
 
     def _simulate(self, number: int) -> SlowestStep:
         """Simulate the step with all passes."""
         return self._context.simulate_on_all_ranks(self.trial(number))
-
-    def _memory(self, number: int) -> Memory:
-        """Predict the memory of a step with the passes that any step needs."""
-        trial = self.trial(number, Stage.COMMUNICATION)
-        return predicted_memory(trial, self._hardware, self._context.settings.other_memory(trial))
 
     def trial(self, number: int, before: Stage | None = None) -> JointGraph:
         """Return a copy of the graph after a number of steps and all later passes, or those before

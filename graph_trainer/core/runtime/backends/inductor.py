@@ -18,11 +18,13 @@ def compile_graph(joint: JointGraph) -> BoxedFunction:
     effect. Raises what Inductor raises where it cannot compile an op.
     """
     examples = [value_of(node) for node in joint.placeholders()]
-    run_compiled = compile_with_inductor(joint.graph_module, examples, _half(joint))
+    compiled = compile_with_inductor(joint.graph_module, examples, _half(joint))
 
-    def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(boxed: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        values = tuple(boxed)
+        boxed.clear()
         with torch.no_grad():
-            return tuple(run_compiled(values))
+            return tuple(compiled(*values))
 
     return run
 

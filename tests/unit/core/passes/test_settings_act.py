@@ -153,6 +153,14 @@ def test_an_offload_of_the_model_needs_its_pass():
     gt.run_passes(joint, PassConfig(passes=["schedule_overlap"]))  # it has been carried out
 
 
+@pytest.mark.parametrize("given", [{"strategy": "size"}, TagActivationsOptions(matmuls="keep")])
+def test_options_of_another_class_are_refused(given):
+    kind = type(given).__name__
+    refused = f"options of 'bucket_collectives' are a {kind}; it takes a BucketCollectivesOptions"
+    with pytest.raises(gt.PassError, match=refused):
+        gt.run_passes(small(), PassConfig(options={"bucket_collectives": given}))
+
+
 @pytest.mark.parametrize("options", [{"strategy": "size"}, {}], ids=["changed", "as by default"])
 def test_options_need_what_their_pass_relies_on(options):
     given = {"bucket_collectives": BucketCollectivesOptions(**options)}

@@ -167,6 +167,15 @@ def test_a_constant_that_can_change_unseen_is_refused():
     recorded, model = Recorded(), Net()
     with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a set"):
         recorded.step(model, torch.randn(2, 4), {1})
+    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a frozenset that holds tensors"):
+        recorded.step(model, torch.randn(2, 4), frozenset([torch.ones(1)]))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_batch_is_refused(layout):
+    nested = torch.nested.nested_tensor([torch.randn(2, 4)], layout=layout)
+    with pytest.raises(gt.CaptureError, match=r"'args\[0\]' is a nested tensor"):
+        Recorded().step(Net(), nested)
 
 
 def test_the_model_is_not_kept_alive():
