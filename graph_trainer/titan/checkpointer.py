@@ -21,7 +21,6 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.base import MODEL, BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
@@ -43,6 +42,7 @@ from graph_trainer.titan.checkpoint_files import (
     steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
+from graph_trainer.titan.nonfinite_guard import local_tensor
 
 _SHOWN = 5
 _T = TypeVar("_T")
@@ -254,9 +254,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     def _steps(self) -> dict[int, bool]:
         """Return `steps_in` of the folder as the first rank sees it."""
-        from_first_rank = [steps_in(Path(self.folder))]
-        dist.broadcast_object_list(from_first_rank, src=0)
-        return from_first_rank[0]
+        return _on_all_ranks(lambda: steps_in(Path(self.folder)))[0]
 
     def step_to_load(self) -> int:
         """Return the step of the checkpoint that a run goes on from: the one that is named, or the
@@ -403,8 +401,8 @@ def _tied(tensors: dict[str, Any]) -> dict[str, str]:
     firsts: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, value in tensors.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if isinstance(local, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            local = local_tensor(value)
             place = storage_id(local), local.storage_offset()
             first = firsts.setdefault((*place, local.shape, local.stride(), local.dtype), name)
             if first != name:

@@ -95,7 +95,7 @@ _COMPONENTS: dict[type, dict[str, type]] = {
 _YEAR = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
 
 _AT_LEAST_ONE = (
-    *("training.local_batch_size", "training.seq_len", "training.gc_freq"),
+    *("training.steps", "training.local_batch_size", "training.seq_len", "training.gc_freq"),
     *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
     *("parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"),
     *("metrics.log_freq", "checkpoint.interval", "validator.freq", "profiler.profile_freq"),
@@ -107,7 +107,6 @@ _MOST = 2**63 - 1
 """Of an int64, as which torch and torchtitan count."""
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, _MOST, "")),
-    "training.steps": (1, _MOST, ""),
     "training.global_batch_size": (1, _MOST, "Set 1 or more, or -1 for one micro-batch a rank."),
     "training.max_norm": (5e-324, inf, "Set it to a positive number (large to clip nothing)."),
     _SHARDS: (1, _MOST, "Set 1 or more, or -1 for all remaining ranks."),
