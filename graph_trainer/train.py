@@ -24,9 +24,10 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.planner.planned_run import load_run
+    from graph_trainer.planner.plan_check import load_config_and_plan
+    from graph_trainer.planner.planned_run import PlannedRun, ReportedRun
 
-    config, observer = load_run(argv)
+    config, check = load_config_and_plan(argv)
 
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = GraphTrainer(config)
-    trainer.observer = observer
+    trainer.observer = ReportedRun() if check is None else PlannedRun(check, config)
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
