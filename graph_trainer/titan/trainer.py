@@ -54,9 +54,8 @@ from graph_trainer.titan.validator import with_captured_forward
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
 
-
 MEMORY_TABLE = "memory_table.toml"
-"""The file of the dump folder with what backward keeps, where a budget or a file decides it."""
+"""The file of the dump folder with what backward keeps, where a budget decides it."""
 
 
 class GraphTrainer(Trainer):
