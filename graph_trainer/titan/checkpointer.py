@@ -302,14 +302,14 @@ class CheckedCheckpointManager(CheckpointManager):
             CheckpointError: on every rank, when the checkpoint is damaged, lacks values that are
                 to be loaded, or holds more than data.
         """
-        remote = filesystem.is_remote(checkpoint_id)
-        summed = self._verify and (Path(checkpoint_id) / SUMS).exists()
-        if not remote and (summed or not (from_hf or (Path(checkpoint_id) / HF_INDEX).exists())):
+        folder = Path(checkpoint_id)
+        summed = self._verify and (folder / SUMS).exists()
+        exported = from_hf or (folder / HF_INDEX).exists()
+        # an export without digests has no list of its files' sizes either
+        if not filesystem.is_remote(checkpoint_id) and (summed or not exported):
             # Each rank reads a part of the files, and all ranks need all of the lines.
             share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
-            by_rank = _on_all_ranks(
-                lambda: damage(Path(checkpoint_id), verify=self._verify, **share)
-            )
+            by_rank = _on_all_ranks(lambda: damage(folder, verify=self._verify, **share))
             lines = sorted(set(itertools.chain(*by_rank)))
             if lines:
                 more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""

@@ -370,6 +370,7 @@ class _Builder:
             return cls(**values)
         except Exception as error:  # whatever a config's own checks raise is about these values
             given = {name: values[name] for name in values if self.origins.of(prefix + name)}
+            # of what file and flags set, the one key that the message names
             said = {name: given[name] for name in given if name in str(error)}
             given = said if len(said) == 1 else given
             if len(given) == 1:
