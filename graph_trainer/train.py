@@ -18,15 +18,16 @@ SHOWN_BY_LAUNCHER = "GRAPH_TRAINER_ERRORS_SHOWN_BY_LAUNCHER"
 """Set in a rank's environment where the launcher prints its error, after all other output."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Train with the flags given; with --plan FILE, only what that file planned.
 
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.planner.planned_run import load_run
+    from graph_trainer.planner.plan_check import load_config_and_plan
+    from graph_trainer.planner.planned_run import PlannedRun, ReportedRun
 
-    config, observer = load_run(sys.argv[1:] if argv is None else argv)
+    config, check = load_config_and_plan(argv)
 
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = GraphTrainer(config)
-    trainer.observer = observer
+    trainer.observer = ReportedRun() if check is None else PlannedRun(check, config)
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -55,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
-def run(
-    argv: Sequence[str] | None = None, work: Callable[[Sequence[str] | None], None] = main
-) -> int:
+def run(argv: Sequence[str] | None = None, work: Callable[[Sequence[str]], None] = main) -> int:
     """Run a rank for a shell; return its exit code.
 
     An error of ours is one message and exit code 2, any other a traceback and 1; both are recorded
@@ -70,7 +69,7 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     collect_rarely()
     try:
-        work(argv)
+        work(sys.argv[1:] if argv is None else argv)
     except Exception as error:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

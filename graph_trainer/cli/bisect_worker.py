@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -60,13 +59,13 @@ def examine(argv: Sequence[str]) -> Verdict:
     raise AssertionError("a train step has run without its captured step")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Examine, and write the verdict to the file of VERDICT_FILE on the first rank of a machine.
 
     Raises:
         GraphTrainerError: as `examine` raises it.
     """
-    verdict = examine(sys.argv[1:] if argv is None else argv)
+    verdict = examine(argv)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         Path(os.environ[VERDICT_FILE]).write_text(json.dumps(asdict(verdict)))
 

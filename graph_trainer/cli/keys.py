@@ -71,6 +71,95 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
     Raises:
         ConfigError: a file that cannot be read or is not TOML; all that is wrong, a line each.
     """
+    flags = _given_flags(argv)
+    config = flags.get("config", "")
+    is_path = config.endswith(".toml") or "/" in config
+    # a pipe is read once, by the loader
+    is_file = is_path and (
+        not os.path.exists(config) or Path(config).is_file() or Path(config).is_dir()
+    )
+    table = read_toml(Path(config), "--config") if is_file else {}
+    configs = config_folders()[0]
+    schema = json.loads((configs / "schema.json").read_text("utf-8"))
+    module = flags.get("module") or table.get("module", schema["properties"]["module"]["default"])
+    bases = [
+        each["then"]["properties"]["base"]["enum"]
+        for each in schema["allOf"]
+        if module in each["if"]["properties"]["module"]["enum"]
+    ]
+    if not bases:  # the configs of another module may have keys of their own
+        if isinstance(module, str) and not may_be_imported(module):
+            by_flag = "module" in flags
+            asked = f"--module {module}" if by_flag else f"{config}: module = {show(module)}"
+            raise no_such_module(asked, module)
+        return
+    if config:  # a name, or a path, which is taken as it is
+        of_ours = f"graph_trainer.{module.removeprefix('graph_trainer.')}"
+        find_config(of_ours, config, lambda: bases[0])
+
+    known: _Known = {}
+    free: list[str] = []  # tables with keys of any name
+    for key, of_type, of_value in _keys(schema, schema["$defs"]):
+        known.setdefault(key, {})[of_type] = of_value
+        free += [f"{key}."] if of_value.get("type") == "object" else []
+    # the place, the key without indices of lists, the key as messages show it, the value
+    given = [(config, *each) for each in _flat(table, known)]
+    for name, value in flags.items():
+        if "." in name:  # the others are few, or the command's
+            plain = re.sub(r"\.\d+(?=\.)", "", name)
+            plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
+            given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
+    values = {key: str(value) for _, key, _, value in given}
+
+    moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
+    lines = list(_wrong_flags(argv, command, schema["properties"]))
+    wrong_values: list[str] = []  # of flags: alone they are left to the loader
+    for where, key, shown, value in given:
+        section, _, name = key.rpartition(".")
+        # the component that the section's `type` chooses here; None for that of the base
+        component = values.get(f"{section}.type")
+        schemas = known.get(key)
+        of_pass = section.startswith("compile.") and section not in known
+        of_user = of_pass or ":" in str(component) or key.startswith(tuple(free))
+        if name in _NO_KEYS or (schemas is None and of_user):
+            continue
+        wrong: tuple[str, str] | None = None
+        if schemas is None:
+            top, siblings = key.partition(".")[0], _names_below(known, section)
+            # where there still is such a section, a key like one of its keys is misspelt, not old
+            is_near = top in known and nearest(name, siblings)
+            text = moved.get(key) or (not is_near and moved.get(top))
+            keys = [each for each, of_each in known.items() if {} not in of_each.values()]
+            wrong = (_OLD, text) if text else ("unknown key", unknown_key(shown, siblings, keys))
+        elif {} in schemas.values():
+            wrong = ("expected a section", AS_SECTION)
+        elif component is None or component in schemas or "" in schemas:
+            # otherwise it is a key of another component, which the loader names
+            of_key = schemas.get(component or "") or [*schemas.values()][0]
+            value = _read(value, of_key) if where == _FLAGS else value
+            wrong = _wrong_value(shown, value, of_key, where == _FLAGS)
+        if wrong:
+            problem, remedy = wrong
+            remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
+            line = f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip()
+            is_value = schemas is not None and where == _FLAGS
+            (wrong_values if is_value else lines).append(line)
+
+    base = table.get("base")
+    if is_file and base is None and any(_OLD in line for line in lines):
+        flavor = str(table["model"].get("flavor") if isinstance(table.get("model"), dict) else "8b")
+        named = [each for each in bases[0] if each.endswith(f"_{flavor.lower()}")]
+        start = f'Begin it with base = "{(named or ["llama3_8b"])[0]}"'
+        start += "" if named else ", or what has its model"
+        lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}, and change these:")
+    elif is_file and base not in bases[0] and module.startswith("graph_trainer."):
+        lines.insert(0, f"{config}: {wrong_base(base, f'{module}.config_registry', bases[0])}")
+    if lines:
+        raise ConfigError("\n".join([*lines, *wrong_values]))
+
+
+def _given_flags(argv: Sequence[str]) -> dict[str, str]:
+    """Return by flag, as a key is written, the text of its value; "" where it has none."""
     flags: dict[str, str] = {}
     if {"--quiet", "--verbose"} <= {*argv}:
         raise ConfigError(f"{_FLAGS}: --quiet and --verbose: which of the two? Keep one.")
@@ -83,83 +172,7 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
                 both = f"{name} {flags[key]} and {name} {value}"
                 raise ConfigError(f"{_FLAGS}: {both}: which of the two? Keep one.")
             flags[key] = value
-    table: dict[str, Any] = {}
-    config = flags.get("config", "")
-    is_path = config.endswith(".toml") or "/" in config
-    # a pipe is read once, by the loader
-    is_file = is_path and (
-        not os.path.exists(config) or Path(config).is_file() or Path(config).is_dir()
-    )
-    if is_file:
-        table = read_toml(Path(config), "--config")
-    configs = config_folders()[0]
-    schema = json.loads((configs / "schema.json").read_text("utf-8"))
-    module = flags.get("module") or table.get("module", schema["properties"]["module"]["default"])
-    bases = [
-        each["then"]["properties"]["base"]["enum"]
-        for each in schema["allOf"]
-        if module in each["if"]["properties"]["module"]["enum"]
-    ]
-    if not bases:
-        if isinstance(module, str) and not may_be_imported(module):
-            by_flag = "module" in flags
-            asked = f"--module {module}" if by_flag else f"{config}: module = {show(module)}"
-            raise no_such_module(asked, module)
-        return
-    if config:  # a name, or a path, which is taken as it is
-        of_ours = f"graph_trainer.{module.removeprefix('graph_trainer.')}"
-        find_config(of_ours, config, lambda: bases[0])
-    known: _Known = {}
-    free: list[str] = []  # tables with keys of any name
-    for key, of_type, of_value in _keys(schema, schema["$defs"]):
-        known.setdefault(key, {})[of_type] = of_value
-        free += [f"{key}."] if of_value.get("type") == "object" else []
-    given = [(config, *each) for each in _flat(table, known)]
-    for name, value in flags.items():
-        if "." in name:  # the others are few, or the command's
-            plain = re.sub(r"\.\d+(?=\.)", "", name)
-            plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
-            given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
-    types = {key: str(value) for _, key, _, value in given}
-    moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
-    lines = list(_wrong_flags(argv, command, schema["properties"]))
-    texts: list[str] = []  # of flags, which the loader would tell
-    for where, key, shown, value in given:
-        section, _, name = key.rpartition(".")
-        kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
-        of_pass = section.startswith("compile.") and section not in known
-        of_user = of_pass or ":" in str(kind) or key.startswith(tuple(free))
-        if name in _NO_KEYS or (kinds is None and of_user):
-            continue
-        wrong: tuple[str, str] | None = None
-        if kinds is None:
-            siblings = _names_below(known, section)
-            is_near = top in known and nearest(name, siblings)
-            text = moved.get(key) or (not is_near and moved.get(top))
-            keys = [each for each, kinds in known.items() if {} not in kinds.values()]
-            wrong = (_OLD, text) if text else ("unknown key", unknown_key(shown, siblings, keys))
-        elif {} in kinds.values():
-            wrong = ("expected a section", AS_SECTION)
-        elif kind is None or kind in kinds or "" in kinds:
-            of_key = kinds.get(kind or "") or [*kinds.values()][0]
-            value = _read(value, of_key) if where == _FLAGS else value
-            wrong = _wrong_value(shown, value, of_key, where == _FLAGS)
-        if wrong:
-            problem, remedy = wrong
-            remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
-            line = f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip()
-            (texts if kinds is not None and where == _FLAGS else lines).append(line)
-    base = table.get("base")
-    if is_file and base is None and any(_OLD in line for line in lines):
-        flavor = str(table["model"].get("flavor") if isinstance(table.get("model"), dict) else "8b")
-        named = [each for each in bases[0] if each.endswith(f"_{flavor.lower()}")]
-        start = f'Begin it with base = "{(named or ["llama3_8b"])[0]}"'
-        start += "" if named else ", or what has its model"
-        lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}, and change these:")
-    elif is_file and base not in bases[0] and module.startswith("graph_trainer."):
-        lines.insert(0, f"{config}: {wrong_base(base, f'{module}.config_registry', bases[0])}")
-    if lines:
-        raise ConfigError("\n".join([*lines, *texts]))
+    return flags
 
 
 def _wrong_flags(argv: Sequence[str], command: str, keys: Iterable[str]) -> Iterator[str]:

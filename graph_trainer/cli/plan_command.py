@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     routing = _checked_routing(flags, config)
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
-    if world_size is None:
+    if world_size is None:  # `load` has left out the checks that need it
         world_size = wanted_ranks(config)
         if config.parallelism.data_parallel_shard_degree < 1:
             raise ConfigError(

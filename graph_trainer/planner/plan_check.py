@@ -16,7 +16,7 @@ from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint
 from graph_trainer.planner.plan import versions
-from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
+from graph_trainer.planner.saved_plan import REMEDY, SavedPlan, pass_names
 from graph_trainer.titan.config.check import world_size_from_environment
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -109,7 +109,7 @@ def load_config_and_plan(
     if FLAG not in values or {"-h", "--help"} & {*rest}:
         return load_config(rest, world_size=world_size, reads_checkpoint=True), None
     path = Path(values[FLAG])
-    plan = read_plan(path)
+    plan = SavedPlan.read(path, FLAG, REMEDY)
     if read_flags(rest).config is None:
         raise ConfigError(
             f"{FLAG} {path}: a plan is compared with a run and names nothing to train. Give the "

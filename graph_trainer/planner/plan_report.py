@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import nlargest
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
-from graph_trainer.core.graph.collective_kinds import mergeable_kinds
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.table import in_ranges
@@ -175,26 +174,6 @@ def _spare(plan: Plan) -> str:
         f"step, and there is room to keep more: --{POLICY} budget --{KEY} {limit:g} --{RESHARD} "
         "auto makes again only what does not fit, and --memory-curve shows what each limit gives."
     )
-
-
-def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Sequence[float]]]:
-    """Yield the columns of the table of passes: name, unit and the value of each row.
-
-    The unit is "count", "bytes" or "seconds". Kinds of collectives that no row has are left out.
-    """
-
-    def volumes(row: dict[str, Any], kind: str, key: str) -> int:
-        phases = row["collectives"].get(kind, {}).values()
-        return sum(volume[key] for roles in phases for volume in roles.values())
-
-    yield "nodes", "count", [row["nodes"] for row in ledger]
-    for kind, shown in mergeable_kinds().items():
-        if any(counts := [volumes(row, kind, "count") for row in ledger]):
-            yield shown, "count", counts
-            yield "moved", "bytes", [volumes(row, kind, "bytes") for row in ledger]
-    yield "peak", "bytes", [row["peak_bytes"] for row in ledger]
-    yield "step", "seconds", [row["step_seconds"] for row in ledger]
-    yield "exposed", "seconds", [sum(row["exposed_seconds"].values()) for row in ledger]
 
 
 def _notes(plan: Plan) -> Iterator[str]:

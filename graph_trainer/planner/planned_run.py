@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import PHASE, plain_table, print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.measures import measure
-from graph_trainer.planner.plan_check import PlanCheck, load_config_and_plan
+from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.saved_plan import Predicted
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.observer import RunObserver
@@ -44,18 +44,6 @@ WATCHED_STEP = 2
 WARM_UP = 2
 """Steps that are not timed: the first compiles, and the second is slowed down by counting."""
 _STEPS_KEPT = 1000
-
-
-def load_run(words: Sequence[str]) -> tuple[GraphTrainerConfig, RunObserver]:
-    """Load the config of a command line and make the observer of its run, on each rank.
-
-    With --plan FILE the observer refuses any step that the file did not plan.
-
-    Raises:
-        ConfigError: as `load_config_and_plan`.
-    """
-    config, check = load_config_and_plan(words)
-    return config, ReportedRun() if check is None else PlannedRun(check, config)
 
 
 class ReportedRun(RunObserver):

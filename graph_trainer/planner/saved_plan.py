@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
@@ -120,16 +119,6 @@ class SavedPlan(Strict):
     def to_json(self) -> str:
         """Return the content of the file."""
         return self.model_dump_json(by_alias=True) + "\n"
-
-
-def read_plan(path: Path) -> SavedPlan:
-    """Read and check a plan.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a plan, is of another version, or contradicts
-            itself.
-    """
-    return SavedPlan.read(path, "--plan", REMEDY)
 
 
 def plan_every_class(

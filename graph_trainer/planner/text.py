@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import RenderableType, group
 from rich.text import Text
 
-from graph_trainer.core.graph.collective_kinds import shown_name
+from graph_trainer.core.graph.collective_kinds import mergeable_kinds, shown_name
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import MIB, gib
 from graph_trainer.planner.console import Name, PlainTable, plain_table
 from graph_trainer.planner.measures import duration, measure
-from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
+from graph_trainer.planner.plan_report import CATEGORIES
 
 _LAYERS_SHOWN = 5
 
@@ -84,7 +84,7 @@ def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
     shown: list[list[Text]] = []
     table = plain_table("What each pass does")
     table.add_column("after", no_wrap=True)
-    for name, kind, values in ledger_columns(ledger):
+    for name, kind, values in _ledger_columns(ledger):
         unit = measure(kind, values)
         heading = name.replace("-", "-\n") if kind == "count" else f"{name}\n{unit.unit}"
         table.add_column(heading, justify="right")
@@ -108,6 +108,26 @@ def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
     if idle:
         table.caption = f"Without effect on these numbers: {', '.join(idle)}."
     return table
+
+
+def _ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Yield the columns of the table of passes: name, unit and the value of each row.
+
+    The unit is "count", "bytes" or "seconds". Kinds of collectives that no row has are left out.
+    """
+
+    def volumes(row: dict[str, Any], kind: str, key: str) -> int:
+        phases = row["collectives"].get(kind, {}).values()
+        return sum(volume[key] for roles in phases for volume in roles.values())
+
+    yield "nodes", "count", [row["nodes"] for row in ledger]
+    for kind, shown in mergeable_kinds().items():
+        if any(counts := [volumes(row, kind, "count") for row in ledger]):
+            yield shown, "count", counts
+            yield "moved", "bytes", [volumes(row, kind, "bytes") for row in ledger]
+    yield "peak", "bytes", [row["peak_bytes"] for row in ledger]
+    yield "step", "seconds", [row["step_seconds"] for row in ledger]
+    yield "exposed", "seconds", [sum(row["exposed_seconds"].values()) for row in ledger]
 
 
 def memory_table(peak: dict[str, Any]) -> PlainTable:

@@ -21,7 +21,6 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.base import MODEL, BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
@@ -43,6 +42,7 @@ from graph_trainer.titan.checkpoint_files import (
     steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
+from graph_trainer.titan.nonfinite_guard import local_tensor
 
 _SHOWN = 5
 _T = TypeVar("_T")
@@ -254,9 +254,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     def _steps(self) -> dict[int, bool]:
         """Return `steps_in` of the folder as the first rank sees it."""
-        from_first_rank = [steps_in(Path(self.folder))]
-        dist.broadcast_object_list(from_first_rank, src=0)
-        return from_first_rank[0]
+        return _on_all_ranks(lambda: steps_in(Path(self.folder)))[0]
 
     def step_to_load(self) -> int:
         """Return the step of the checkpoint that a run goes on from: the one that is named, or the
@@ -304,14 +302,14 @@ class CheckedCheckpointManager(CheckpointManager):
             CheckpointError: on every rank, when the checkpoint is damaged, lacks values that are
                 to be loaded, or holds more than data.
         """
-        remote = filesystem.is_remote(checkpoint_id)
-        summed = self._verify and (Path(checkpoint_id) / SUMS).exists()
-        if not remote and (summed or not (from_hf or (Path(checkpoint_id) / HF_INDEX).exists())):
+        folder = Path(checkpoint_id)
+        summed = self._verify and (folder / SUMS).exists()
+        exported = from_hf or (folder / HF_INDEX).exists()
+        # an export without digests has no list of its files' sizes either
+        if not filesystem.is_remote(checkpoint_id) and (summed or not exported):
             # Each rank reads a part of the files, and all ranks need all of the lines.
             share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
-            by_rank = _on_all_ranks(
-                lambda: damage(Path(checkpoint_id), verify=self._verify, **share)
-            )
+            by_rank = _on_all_ranks(lambda: damage(folder, verify=self._verify, **share))
             lines = sorted(set(itertools.chain(*by_rank)))
             if lines:
                 more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -403,8 +401,8 @@ def _tied(tensors: dict[str, Any]) -> dict[str, str]:
     firsts: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, value in tensors.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if isinstance(local, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            local = local_tensor(value)
             place = storage_id(local), local.storage_offset()
             first = firsts.setdefault((*place, local.shape, local.stride(), local.dtype), name)
             if first != name:

@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 from graph_trainer.errors import CheckpointError, ConfigError
 from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.checkpoint_reader import DataReader
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.console import is_news
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
@@ -114,6 +115,9 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         section: Any = copy.copy(config.checkpoint)
+        if not isinstance(section, CheckedCheckpointManager.Config):
+            # torchtitan's, and what a user makes of it, write weights alone
+            section = CheckedCheckpointManager.Config(export_dtype=section.export_dtype)
         section.enable, section.keep_latest_k, section.last_save_in_hf = True, 0, False
         adapter = spec.state_dict_adapter(spec.model, of_assets)
         none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))

@@ -54,9 +54,8 @@ from graph_trainer.titan.validator import with_captured_forward
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
 
-
 MEMORY_TABLE = "memory_table.toml"
-"""The file of the dump folder with what backward keeps, where a budget or a file decides it."""
+"""The file of the dump folder with what backward keeps, where a budget decides it."""
 
 
 class GraphTrainer(Trainer):
@@ -269,23 +268,27 @@ class GraphTrainer(Trainer):
         and where the loss was refused. After a collective that failed, other ranks may never
         arrive.
         """
-        named, step = self.config.checkpoint.initial_load_path, self.checkpointer.step_to_load()
+        checkpointer, named = self.checkpointer, self.config.checkpoint.initial_load_path
+        # a manager of the user's own does not say what it is about to load
+        checked = isinstance(checkpointer, CheckedCheckpointManager)
+        step = checkpointer.step_to_load() if checked else 0
         if named and step:
             logger.warning(
                 f"checkpoint.initial_load_path = {show(named)} is not read: the run goes on "
                 f"from its own checkpoint of step {step}"
             )
         with process_group_timeouts():
-            self._prepare_first_graph()
+            if step < self.config.training.steps:  # a run at its end captures nothing
+                self._prepare_first_graph()
             try:
                 super().train()
             except NotFiniteError:
-                self.checkpointer.maybe_wait_for_saving()
+                checkpointer.maybe_wait_for_saving()
                 raise
             finally:
                 if self._routing:
                     self._routing.write()
-            self.checkpointer.maybe_wait_for_saving()
+            checkpointer.maybe_wait_for_saving()
         if not self._microbatches and not self.should_continue_training():
             logger.warning(
                 f"There was nothing left to do: the checkpoint is of step {self.step}, and "
@@ -298,10 +301,7 @@ class GraphTrainer(Trainer):
 
         What a step is refused for is then refused before a checkpoint is loaded, a batch is read
         or anything trains. A loader of a user's own may give other batches: its first one does it.
-        A run that goes on from a checkpoint of its last step captures nothing.
         """
-        if self.checkpointer.step_to_load() >= self.config.training.steps:
-            return
         known = isinstance(self.dataloader, (TextDataLoader, HuggingFaceTextDataLoader))
         if not known or not isinstance(self.captured_step, TrainStep):
             return

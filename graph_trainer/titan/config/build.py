@@ -95,7 +95,7 @@ _COMPONENTS: dict[type, dict[str, type]] = {
 _YEAR = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
 
 _AT_LEAST_ONE = (
-    *("training.local_batch_size", "training.seq_len", "training.gc_freq"),
+    *("training.steps", "training.local_batch_size", "training.seq_len", "training.gc_freq"),
     *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
     *("parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"),
     *("metrics.log_freq", "checkpoint.interval", "validator.freq", "profiler.profile_freq"),
@@ -107,7 +107,6 @@ _MOST = 2**63 - 1
 """Of an int64, as which torch and torchtitan count."""
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, _MOST, "")),
-    "training.steps": (1, _MOST, ""),
     "training.global_batch_size": (1, _MOST, "Set 1 or more, or -1 for one micro-batch a rank."),
     "training.max_norm": (5e-324, inf, "Set it to a positive number (large to clip nothing)."),
     _SHARDS: (1, _MOST, "Set 1 or more, or -1 for all remaining ranks."),
@@ -371,6 +370,7 @@ class _Builder:
             return cls(**values)
         except Exception as error:  # whatever a config's own checks raise is about these values
             given = {name: values[name] for name in values if self.origins.of(prefix + name)}
+            # of what file and flags set, the one key that the message names
             said = {name: given[name] for name in given if name in str(error)}
             given = said if len(said) == 1 else given
             if len(given) == 1:

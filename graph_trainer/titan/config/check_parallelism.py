@@ -18,11 +18,7 @@ _TENSOR = "parallelism.tensor_parallel_degree"
 
 
 def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterator[Problem]:
-    """Check sequences, heads and attention that are to be split or masked.
-
-    Args:
-        model: the config of the model.
-    """
+    """Check sequences, heads and attention of a model's config that are to be split or masked."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     layers = getattr(model, "layers", None)

@@ -32,8 +32,8 @@ def config_to_toml(config: GraphTrainerConfig) -> str:
     return header + "\n" + tomli_w.dumps(table)
 
 
-def save_resolved_config(config: GraphTrainerConfig, folder: str | Path) -> Path:
-    """Write the config to `folder`/config.toml, which `--config` takes back; return the file.
+def save_resolved_config(config: GraphTrainerConfig, folder: str | Path) -> None:
+    """Write the config to `folder`/config.toml, which `--config` takes back.
 
     The folder is made if it is not there.
 
@@ -49,7 +49,6 @@ def save_resolved_config(config: GraphTrainerConfig, folder: str | Path) -> Path
             f"dump_folder = {str(folder)!r}: the resolved config cannot be written there ({e}). "
             "Set --dump_folder to a folder that can be written."
         ) from e
-    return path
 
 
 class _Unwritable(Exception):

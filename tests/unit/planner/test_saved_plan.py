@@ -12,7 +12,11 @@ import pytest
 
 from graph_trainer.cli.plan_command import main as plan_main
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.saved_plan import SCHEMA, read_plan
+from graph_trainer.planner.saved_plan import REMEDY, SCHEMA, SavedPlan
+
+
+def read_plan(path):
+    return SavedPlan.read(path, "--plan", REMEDY)
 
 
 def test_what_is_written_is_read(plan, saved):

@@ -24,6 +24,8 @@ from graph_trainer.titan.data.tokenizer import TOKENIZER
 from graph_trainer.titan.export import export
 from tests.odd_weights import OddAdapter, OddModel, differing, expected
 
+from torchtitan.components.checkpointer.dcp import CheckpointManager  # isort: skip
+
 TEXT = "def f(x):\n    return 'é' + x  # <|begin|>\n"
 
 
@@ -92,6 +94,19 @@ def test_from_pretrained_gives_the_same_logits_and_tokens(
     assert damage(folder) == [
         f"{weights.name} is truncated or changed: its SHA-256 is not that of {SUMS}"
     ]
+
+
+def test_a_run_with_a_checkpoint_manager_of_the_users_own_is_exported_whole(tmp_path: Path) -> None:
+    class OwnManager(CheckpointManager):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(CheckpointManager.Config):
+            pass
+
+    config, _, checkpoint = run_of("graph_trainer.llama3", tmp_path)
+    config.checkpoint, config.dump_folder = OwnManager.Config(), str(tmp_path)
+    export(checkpoint, tmp_path / "exported", config)
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert {"config.json", "tokenizer.json", HF_INDEX, SUMS} < names
 
 
 def test_what_is_no_checkpoint_of_the_config_is_refused(

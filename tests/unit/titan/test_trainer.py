@@ -11,8 +11,11 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
 from graph_trainer.titan import trainer as trainer_module
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.trainer import GraphTrainer
+
+from torchtitan.components.checkpointer.base import BaseCheckpointManager  # isort: skip
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -46,44 +49,55 @@ def test_each_captured_graph_is_logged_once(backward):
         }
 
 
-def test_a_run_that_is_at_its_end_captures_nothing():
-    looked_at = []
+def run_of_two_steps(monkeypatch, checkpointer, named=None):
+    """A trainer whose loop does nothing; what it warns of, and whether it prepared a graph."""
+    said, prepared = [], []
+    monkeypatch.setattr(trainer_module.logger, "warning", said.append)
+    monkeypatch.setattr(trainer_module.Trainer, "train", lambda self: None)
+    monkeypatch.setattr(GraphTrainer, "_prepare_first_graph", lambda self: prepared.append(self))
+    monkeypatch.setattr(GraphTrainer, "should_continue_training", lambda self: self.step < 2)
+    run = object.__new__(GraphTrainer)
+    checkpoint = SimpleNamespace(initial_load_path=named)
+    run.config = SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(steps=2))
+    run.checkpointer = checkpointer
+    run._microbatches, run._routing, run._model, run.optimizers = 0, None, nn.Linear(1, 1), None
+    run.observer, run.step = SimpleNamespace(finished=lambda *of: None), 0
+    return run, said, prepared
 
-    class Run:
-        config = SimpleNamespace(training=SimpleNamespace(steps=2))
-        checkpointer = SimpleNamespace(step_to_load=lambda: Run.newest)
-        captured_step = None
 
-        @property
-        def dataloader(self):
-            looked_at.append(self.newest)
+def checkpoints_up_to(newest):
+    checkpointer = object.__new__(CheckedCheckpointManager)
+    checkpointer.enable, checkpointer.step_to_load = False, lambda: newest
+    return checkpointer
 
-    for Run.newest in (1, 2, 3):
-        GraphTrainer._prepare_first_graph(Run())
-    assert looked_at == [1]
+
+@pytest.mark.parametrize(("newest", "captures"), [(0, 1), (1, 1), (2, 0), (3, 0)])
+def test_a_run_that_is_at_its_end_captures_nothing(monkeypatch, newest, captures):
+    run, _, prepared = run_of_two_steps(monkeypatch, checkpoints_up_to(newest))
+    run.train()
+    assert len(prepared) == captures
 
 
 @pytest.mark.parametrize("named", [None, "other/checkpoint"])
 @pytest.mark.parametrize("newest", [0, 2])
 def test_what_a_resumed_run_does_not_do_is_said(monkeypatch, newest, named):
-    said = []
-    monkeypatch.setattr(trainer_module.logger, "warning", said.append)
-    monkeypatch.setattr(trainer_module.Trainer, "train", lambda self: None)
-    monkeypatch.setattr(GraphTrainer, "_prepare_first_graph", lambda self: None)
-    monkeypatch.setattr(GraphTrainer, "should_continue_training", lambda self: self.step < 2)
-    run = object.__new__(GraphTrainer)
-    checkpoint = SimpleNamespace(initial_load_path=named)
-    run.config = SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(steps=2))
-    run.checkpointer = SimpleNamespace(
-        step_to_load=lambda: newest, maybe_wait_for_saving=lambda: None
-    )
-    run._microbatches, run._routing, run._model, run.optimizers = 0, None, nn.Linear(1, 1), None
-    run.observer, run.step = SimpleNamespace(finished=lambda *of: None), newest
+    run, said, _ = run_of_two_steps(monkeypatch, checkpoints_up_to(newest), named)
+    run.step = newest
     run.train()
     wanted = ['initial_load_path = "other/checkpoint" is not read'] if named and newest else []
     wanted += ["There was nothing left to do: the checkpoint is of step 2"] if newest else []
     assert len(said) == len(wanted)
     assert all(words in line for words, line in zip(wanted, said, strict=True))
+
+
+def test_a_run_with_a_checkpoint_manager_of_the_users_own_trains(monkeypatch):
+    class OwnManager(BaseCheckpointManager):
+        enable, save_future = False, None
+        _load = _save = _maybe_wait_for_staging = _wait_for_saving = _close = None
+
+    run, said, prepared = run_of_two_steps(monkeypatch, OwnManager(), "other/checkpoint")
+    run.train()
+    assert prepared == [run] and not said
 
 
 @pytest.mark.parametrize(("device", "grew"), [("cpu", [2**29]), ("cuda", []), ("cpu", [])])
