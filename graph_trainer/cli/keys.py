@@ -79,6 +79,8 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
         not os.path.exists(config) or Path(config).is_file() or Path(config).is_dir()
     )
     table = read_toml(Path(config), "--config") if is_file else {}
+    if {"peak_flops", "memory_gib"} <= table.keys():
+        raise ConfigError(f"{config}: a hardware profile, no config of a run. Name it --hardware.")
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
     module = flags.get("module") or table.get("module", schema["properties"]["module"]["default"])
@@ -124,6 +126,7 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
         if name in _NO_KEYS or (schemas is None and of_user):
             continue
         wrong: tuple[str, str] | None = None
+        of_transformers = section == "model" and not module.endswith("transformers")
         if schemas is None:
             top, siblings = key.partition(".")[0], _names_below(known, section)
             # where there still is such a section, a key like one of its keys is misspelt, not old
@@ -133,6 +136,9 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
             wrong = (_OLD, text) if text else ("unknown key", unknown_key(shown, siblings, keys))
         elif {} in schemas.values():
             wrong = ("expected a section", AS_SECTION)
+        elif of_transformers:
+            remedy = "Name their module: --module graph_trainer.transformers."
+            wrong = ("a key of models of Hugging Face", remedy)
         elif component is None or component in schemas or "" in schemas:
             # otherwise it is a key of another component, which the loader names
             of_key = schemas.get(component or "") or [*schemas.values()][0]
@@ -142,7 +148,7 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
             problem, remedy = wrong
             remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
             line = f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip()
-            is_value = schemas is not None and where == _FLAGS
+            is_value = schemas is not None and where == _FLAGS and not of_transformers
             (wrong_values if is_value else lines).append(line)
 
     base = table.get("base")

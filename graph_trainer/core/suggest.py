@@ -134,6 +134,8 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
     near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
     guess, *others = list(dict.fromkeys(near)) or [""]
+    sections = {each.rpartition(".")[0] for each in known}
+    others = [each for each in others if each not in sections]
     if not guess:
         section = path if own else ""
         return f"`graph-trainer train --help {section}".rstrip() + "` lists the keys."

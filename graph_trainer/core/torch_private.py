@@ -376,6 +376,8 @@ def _outline(value: Any) -> tuple[Any, ...]:
         contents |= dict(zip(code.co_freevars, cells, strict=True))
         contents |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
     plain = (bool, int, float, complex, str, bytes)
+    if type(value).__module__.partition(".")[0] in ("torch", "graph_trainer"):
+        contents = {}  # modes of theirs count what runs in them
     numbers = {name: repr(each) for name, each in contents.items() if type(each) in plain}
     return (code or type(value), numbers)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
+from graph_trainer.core.graph.annotations import is_backward, owner_of, parameters_of, phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.table import in_ranges
@@ -154,7 +154,8 @@ def _settings(plan: Plan) -> str:
 def _spare(plan: Plan) -> str:
     """Say what less recomputation would give a run that has memory left; empty where it is little.
 
-    What backward makes again takes what compute took longer once `rematerialize` had run.
+    What backward makes again takes what compute took longer once `rematerialize` had run, and what
+    compute waits in backward for gathered parameters.
     """
     if plan.simulation.runtime is not GRAPH_TRAINER:
         return ""
@@ -163,6 +164,11 @@ def _spare(plan: Plan) -> str:
         row.step_seconds - row.exposed - (before.step_seconds - before.exposed)
         for before, row in pairwise(plan.rows)
         if row.name == rematerialize.name
+    )
+    seconds += sum(
+        each.seconds
+        for each in plan.simulation.timeline.exposed
+        if each.traffic is Traffic.UNSHARD and is_backward(each.wait)
     )
     part = plan.microbatches * seconds / plan.step_seconds
     room = plan.headroom_bytes / plan.allowed_bytes

@@ -122,6 +122,11 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         )
     table = read_toml(path, key)
     names = [f.name for f in fields(Hardware) if f.name != "name"]
+    if table and table.keys().isdisjoint(names):
+        raise ConfigError(
+            f"{key} {path}: it has none of the keys of a hardware profile. Name a run's config "
+            f"with --config, and here one of {', '.join(profiles)} or a changed copy of its file"
+        )
     problems: list[str] = []
     for entry, value in table.items():
         if entry in names:

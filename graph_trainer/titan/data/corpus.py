@@ -87,9 +87,12 @@ class Corpus:
                 # left out without a message.
                 if self.name == "stdlib" and isinstance(error, UnicodeDecodeError):
                     continue
+                remedy = "Convert it (iconv -f <encoding> -t utf-8)"
+                if isinstance(error, OSError):
+                    remedy = "Correct its permissions"
                 raise ConfigError(
-                    f"{file} cannot be read as UTF-8 text: {error}. Correct its permissions, "
-                    "convert it (iconv -f <encoding> -t utf-8), or take it out of the dataset."
+                    f"{file} cannot be read as UTF-8 text: {error}. {remedy}, or take it out of "
+                    "the dataset."
                 ) from error
 
 
@@ -176,7 +179,7 @@ def open_corpus(name: str | None, path: str | None = None) -> Corpus:
     if not any(corpus.read()):
         raise ConfigError(
             f"dataset {name!r} has no documents: of {len(files)} {' and '.join(suffixes)} files at "
-            f"{root} none has text in it. Set dataset = 'text', and dataset_path to a file or a "
-            "folder with text."
+            f"{root} none has text in it. Set dataset_path to a file or a folder with text"
+            + ("." if name == "text" else ", and dataset = 'text'.")
         )
     return corpus

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import sys
+import types
 import zlib
 
 import pytest
@@ -174,9 +175,19 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
         torch.use_deterministic_algorithms(False)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert keys(run) != key, "the kernels of attention"
-    monkeypatch.setattr(capture_cache.metadata, "version", lambda name: "0")
+    (tmp_path / "some_package-2.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     assert keys(run) != key, "a version"
-    monkeypatch.undo()
+    (tmp_path / "some_package-2.0.dist-info").rmdir()
+    for holds in ([1.0], {"a": 1.0}, torch.float16, types.SimpleNamespace(scale=1.0)):
+        run.model.norm.holds = holds
+        assert keys(run) != key, holds
+    changed = keys(run)
+    holds.scale = 2.0
+    assert keys(run) not in (key, changed), "what an object holds"
+    run.model.norm.holds = lambda: None  # which nothing can read
+    assert keys(run) == key
+    del run.model.norm.holds
     # a module of the user's own, as `python -m` finds it in the current folder
     source = tmp_path / "of_the_user.py"
     source.write_text("A = 1\n")
@@ -185,10 +196,52 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
 
     with_user = keys(run)
     assert with_user != key
-    source.write_text("A = 2\n")
-    assert keys(run) not in (key, with_user)
+    source.write_text("A = os.environ['TIMES_OF_USER']\n")
+    without = keys(run)
+    assert without not in (key, with_user)
+    monkeypatch.setenv("TIMES_OF_USER", "2")
+    assert keys(run) not in (key, with_user, without), "a variable that the source names"
+    monkeypatch.delenv("TIMES_OF_USER")
     monkeypatch.delitem(sys.modules, "of_the_user")
     assert keys(run) == key
+
+
+def test_the_helpers_of_a_model_that_is_installed_are_in_the_key(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "models_of_user"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("A = 1\n")
+    (package / "model.py").write_text("from torch import nn\nclass Norm(nn.Module):\n    pass\n")
+    monkeypatch.syspath_prepend(package.parent)
+    import models_of_user.helper
+    import models_of_user.model
+
+    run = FakeRank(config_of(), 4)
+    run.model.more = models_of_user.model.Norm()
+    key = keys(run)
+    (package / "helper.py").write_text("A = 2\n")
+    assert keys(run) != key
+    for name in ("models_of_user", "models_of_user.helper", "models_of_user.model"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_source_that_changes_in_a_long_call_is_what_was_imported(tmp_path, folder, counted):
+    """The rows of a comparison are captured from the code that is loaded."""
+    source = tmp_path / "edited.py"
+    source.write_text("A = 1\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(tmp_path)
+        patched.delitem(sys.modules, "edited", raising=False)
+        import edited  # noqa: F401
+
+        captures = Captures(cache=CaptureCache(folder))
+        step_of(captures)
+        source.write_text("A = 2\n")
+        step_of(captures, "--training.seq_len", "32")
+        assert len(counted) == 2
+        read_or_captured(folder, "--training.seq_len", "32")
+        assert len(counted) == 3, "a later call has other code"
+        patched.delitem(sys.modules, "edited")
 
 
 def test_a_step_whose_capture_imports_further_sources_is_not_kept(
@@ -231,11 +284,18 @@ def a_folder(path):
     path.mkdir()
 
 
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def of_another_version(path):
     path.write_bytes(zlib.compress(pickle.dumps(("nothing", "like", "it"), 5)))
 
 
-@pytest.mark.parametrize("damage", [damaged, cut_short, emptied, a_folder, of_another_version])
+@pytest.mark.parametrize(
+    "damage", [damaged, cut_short, emptied, a_folder, a_pipe, of_another_version]
+)
 def test_a_file_that_cannot_be_read_is_warned_of_once_and_replaced(
     damage,
     folder,

@@ -404,6 +404,12 @@ def test_room_to_spare_is_said_and_what_would_use_it():
     part = 1 - better.step_seconds / plan.step_seconds
     said_part = float(re.search(r"takes ([\d.]+)%", said)[1]) / 100
     assert part == pytest.approx(said_part, rel=0.25)
+    # where backward waits for gathered parameters, that counts
+    slow = dataclasses.replace(plan.hardware, node_bytes_per_second=1e9)
+    waiting = make_plan(plan.config, 4, slow, captures=CAPTURES)
+    part = 1 - make_plan(better.config, 4, slow).step_seconds / waiting.step_seconds
+    said_part = float(re.search(r"takes ([\d.]+)%", readable_report(waiting)["spare"])[1])
+    assert 100 * part == pytest.approx(said_part, rel=0.25)
     assert not readable_report(better)["spare"] and not readable_report(planned())["spare"]
     full = dataclasses.replace(plan, hardware=too_small(plan))
     assert not readable_report(full)["spare"]

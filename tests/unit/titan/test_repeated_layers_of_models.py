@@ -8,8 +8,8 @@ from graph_trainer.core.capture.model_state import state_of
 from graph_trainer.core.capture.repeated_layers import repetition_in
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
+from tests.unit.core.capture.conftest import reasons
 from tests.unit.core.capture.equal_steps import assert_equal
-from tests.unit.core.capture.test_repeated_layers import reasons
 
 __all__ = ["reasons"]  # the fixture
 

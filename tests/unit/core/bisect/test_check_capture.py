@@ -1,6 +1,7 @@
 """gt.check_capture finds what capture cannot see, and says where."""
 
 import copy
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -39,6 +40,34 @@ def test_a_model_that_capture_sees_whole_passes_and_is_left_as_it_was():
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(model.inner[0].weight.grad, torch.ones(4, 4))
     assert model.inner[0].bias.grad is None
+
+
+def test_copies_of_layers_are_compared_where_they_are_asked_for():
+    """The model knows its layer by what capture does not see."""
+    place = ContextVar("place")
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if place.get() == 3 else 1.0)
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(Layer(4, 4) for _ in range(7))
+
+        def forward(self, x):
+            x = self.first(x)
+            for i, layer in enumerate(self.layers):
+                token = place.set(i)
+                x = layer(x)
+                place.reset(token)
+            return x
+
+    batches = [(torch.randn(3, 4),), (torch.randn(3, 4),)]
+    gt.check_capture(Stack(), square, batches)
+    with pytest.raises(gt.VerificationError, match="step 1: .*differs"):
+        gt.check_capture(Stack(), square, batches, full_capture=False)
 
 
 def fake_otherwise(model, x):

@@ -16,7 +16,9 @@ import graph_trainer as gt
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    layers[0].sizes, layers[0].factors = [1, (2.0, "a")], {"a": [0.0]}
+    return layers
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
@@ -45,6 +47,9 @@ def module_added_and_eval(model: nn.Module) -> None:
         (lambda m: m[0].register_full_backward_pre_hook(lambda *_: None), "hooks"),
         (lambda m: setattr(m[1], "p", 0.1), r"'1.p' was 0.5 .* and is 0.1 now"),
         (lambda m: setattr(m[1], "p", True), r"'1.p' was 0.5 .* and is True now"),
+        (lambda m: m[0].sizes.append(2), r"'0.sizes' was \[1, .* and is \[1, .*, 2\] now"),
+        (lambda m: m[0].factors["a"].__setitem__(0, -0.0), r"'0.factors' was .* is .*-0.0.* now"),
+        (lambda m: setattr(m[0], "sizes", (1, (2.0, "a"))), "'0.sizes' was"),
         (lambda m: m.__setitem__(1, nn.ReLU()), "module '1' was a Dropout .* is a ReLU now"),
         (lambda m: setattr(m[0], "bias", None), "parameter '0.bias' was a tensor"),
         (lambda m: setattr(m[0], "forward", lambda x: x), "replaced forwards"),

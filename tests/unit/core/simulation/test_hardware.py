@@ -150,6 +150,7 @@ def test_a_file_that_is_no_profile(tmp_path):
         ("a.toml", b"a = 1\nlist = [1", "a.toml, line 2, column 10: not valid TOML"),
         ("b.toml", b"\xff\xfe\x00", "b.toml: cannot be read: .*UTF-8"),
         ("c.toml", b"peak_flops = 1\n" + values, "peak_flops = 1.* a table of FLOP/s by dtype"),
+        ("d.toml", b"[training]\nsteps = 1", "d.toml: it has none of the keys of a .* --config"),
         ("none.toml", None, "there is no such file"),
         ("folder.toml", None, "cannot be read: Is a directory"),
     ):

@@ -91,10 +91,10 @@ def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None
     dcp.save(weight | {"train_state.step": torch.zeros(1)}, checkpoint_id=folder / "step-3")
     dcp.save(weight, checkpoint_id=folder / "step-6")
     assert "checkpoint.load_step = 6: " in refused(load, load_step=6)
-    assert "load_step" not in refused(load) and "dump_folder = " in refused(load)
+    assert "load_step = 6" not in refused(load) and "dump_folder = " in refused(load)
     for said in (refused(load), refused(load, load_step=6)):
         assert f"{folder}/step-6 holds the model alone" in said and "initial_load_path" in said
-        assert "Set an earlier one" in said
+        assert "Set checkpoint.load_step = 3, or begin another run" in said
     (folder / "step-6/.metadata").write_bytes(bytes(64))
     load()  # damaged: the one before is taken when it is read
     (folder / "step-6/.metadata").unlink()
@@ -163,6 +163,11 @@ def test_a_model_that_hugging_face_does_not_know(tmp_path: Path) -> None:
         check_config(config, 2, reads_checkpoint=True)
     with pytest.raises(ConfigError, match="Give its ModelSpec a state_dict_adapter"):
         export(tmp_path / "step-3", tmp_path / "exported", config)
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+    config.model_spec.state_dict_adapter = BaseStateDictAdapter  # which ranks could not make
+    with pytest.raises(ConfigError, match="get_hf_storage_reader, .*StateDictAdapter, with to_hf"):
+        check_config(config, 2, reads_checkpoint=True)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def test_an_unknown_key_names_the_likeliest_and_three_others_at_most():
     message = refused(["--checkpoint.enable_checkpoint"])
     assert "Did you mean checkpoint.enable? Or checkpoint.enable_first_step" in message
     assert message.count("checkpoint.") <= 5
+    assert "Or checkpoint." not in refused(["--resume_from_checkpoint", "x"])
     assert "mean training.local_batch_size? Or training.global" in refused(["--batch-size", "4"])
     assert "`graph-trainer train --help training` lists" in refused(["--training.zzz", "x"])
 
