@@ -91,6 +91,8 @@ def find_config(
         )
     guess = did_you_mean(candidates[-1], known, GUESS)
     guess = f"Did you mean {name}.toml? " if os.path.isfile(f"{name}.toml") else guess
+    if os.path.isfile(name):
+        guess = "A file of that name is there, but configs are TOML files that end in .toml. "
     raise ConfigError(
         f"--config {name}: {module} has no config of that name. {guess}"
         f"Known configs: {', '.join(known)}; or give a path to a .toml file."

@@ -137,8 +137,9 @@ def read_flags(argv: Sequence[str]) -> Flags:
         name, equals, text = words.pop(0).partition("=")
         *sections, key = name[2:].replace("-", "_").split(".")
         if not name.startswith("--") or not key:
+            guess = f"Did you mean --{name} {text}? " if equals and name[:1].isalpha() else ""
             raise ConfigError(
-                f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag, and a "
+                f"{COMMAND_LINE}: unexpected {show(name)}: {guess}Every value follows its flag, and a "
                 "list is one value: a,b,c or [1, 2]. `graph-trainer train --help` lists every flag."
             )
         value: FlagText | bool = NO_VALUE

@@ -127,6 +127,7 @@ def test_nothing_that_is_right_is_refused(file, tmp_path, monkeypatch):
         ("--checkpoint.resume", ["Did you mean checkpoint.enable?"]),
         ("--job.config_file Own.toml", ["Write --config with the path"]),
         ("--model.path gpt2", ["Name their module: --module graph_trainer.transformers."]),
+        ("--config LICENSE", ["A file of that name is there, but configs are TOML files"]),
         ("--config configs/hardware/cpu.toml", ["a hardware profile", "--hardware"]),
         ("--no-checkpoint.enable", ["Write --checkpoint.no-enable."]),
         ("--nproc-per-node 4", ["a flag of torchrun", "`NGPU=N graph-trainer train ...`"]),

@@ -548,7 +548,8 @@ ON_THE_COMMAND_LINE = (
         "Did you mean",
         ["--optimizer.param_groups.0.patern", "x"],
     ),
-    Bad('unexpected "steps"', "every value follows its flag", ["steps"]),
+    Bad('unexpected "steps"', "Every value follows its flag", ["steps"]),
+    Bad('unexpected "training.steps"', "Did you mean --training.steps 5?", ["training.steps=5"]),
     Bad(
         'compile.enable = "": not settable',
         "`base` names",
