@@ -139,8 +139,9 @@ def read_flags(argv: Sequence[str]) -> Flags:
         if not name.startswith("--") or not key:
             guess = f"Did you mean --{name} {text}? " if equals and name[:1].isalpha() else ""
             raise ConfigError(
-                f"{COMMAND_LINE}: unexpected {show(name)}: {guess}Every value follows its flag, and a "
-                "list is one value: a,b,c or [1, 2]. `graph-trainer train --help` lists every flag."
+                f"{COMMAND_LINE}: unexpected {show(name)}: {guess}Every value follows its flag, "
+                "and a list is one value: a,b,c or [1, 2]. `graph-trainer train --help` lists "
+                "every flag."
             )
         value: FlagText | bool = NO_VALUE
         if equals:
