@@ -18,7 +18,7 @@ from filelock import FileLock
 from torchtitan.tools.logging import logger
 
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.side_effects import INSTALLED, REVIEWED, is_library_file
+from graph_trainer.core.capture.side_effects import REVIEWED, is_installed_file
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
@@ -71,9 +71,8 @@ class CaptureCache:
             return joint
         on_progress("capturing the train step")
         joint = run.capture()
-        if key == key_of(
-            run, what, self._digests
-        ):  # otherwise the capture has imported further files
+        # otherwise the capture has imported further files
+        if key == key_of(run, what, self._digests):
             self._write(path, joint, run)
         return joint
 
@@ -216,9 +215,8 @@ def _sources(packages: set[str]) -> set[str]:
     standard = sysconfig.get_path("stdlib")  # site-packages may lie below
     for name, module in list(sys.modules.items()):
         path, package = getattr(module, "__file__", None), name.partition(".")[0]
-        if not path or not os.path.isfile(path) or package in REVIEWED or is_library_file(path):
+        if not path or not os.path.isfile(path) or package in REVIEWED:
             continue
-        installed = path.startswith(standard) or not set(INSTALLED).isdisjoint(Path(path).parts)
-        if package in packages or not installed:
+        if package in packages or not (path.startswith(standard) or is_installed_file(path)):
             files.add(path)
     return files

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from graph_trainer.core.capture.side_effects import is_reviewed_file, kept_tensor
+from graph_trainer.core.capture.side_effects import is_installed_file, kept_tensor
 from graph_trainer.core.torch_private import FakeTensor, pytree, tensor_dicts
 
 # Their objects and functions hold no state of a step.
@@ -182,7 +182,7 @@ def _function_parts(function: FunctionType) -> Iterator[Part]:
         return contents
 
     yield path, closed_over, close_over
-    if is_reviewed_file(function.__code__.co_filename):
+    if is_installed_file(function.__code__.co_filename):
         return  # from the globals of an installed package one would reach all of it
     names = _names(function.__code__)
     named = [function.__globals__.get(name) for name in names]

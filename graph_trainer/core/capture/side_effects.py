@@ -35,7 +35,7 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
 from graph_trainer.errors import CaptureError
 
-INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = ("site-packages", "dist-packages")
 REVIEWED = ("torchtitan", "transformers")
 """Packages whose models, as they are installed, are known to keep no state in a step."""
 # Frames of torch and of this package are not the user's code.
@@ -197,11 +197,16 @@ def is_library_file(file: str) -> bool:
     return file.startswith(_LIBRARIES)
 
 
+def is_installed_file(file: str) -> bool:
+    """Tell whether a file of Python code is of an installed package, torch's or this one's."""
+    return is_library_file(file) or not set(_INSTALLED).isdisjoint(Path(file).parts)
+
+
 def is_reviewed_file(file: str) -> bool:
     """Tell whether a file of Python code is torch's, this package's, or of a package whose models
     keep no state; a package of the user's own is not, though it may be installed."""
     folders = pairwise(Path(file).parts)
-    of_package = any(above in INSTALLED and name in REVIEWED for above, name in folders)
+    of_package = any(above in _INSTALLED and name in REVIEWED for above, name in folders)
     return is_library_file(file) or of_package
 
 

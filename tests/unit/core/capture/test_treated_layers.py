@@ -236,7 +236,7 @@ LOOPS = [
 WITHOUT_BACKWARD = [
     pytest.param(loop, False, marks=() if loop in LOOPS[-3:] else pytest.mark.full)
     for loop in LOOPS
-    if loop is not without_gradients_in_one
+    if loop not in (without_gradients_in_one, hooking_one_result)
 ]
 
 
