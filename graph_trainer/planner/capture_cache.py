@@ -12,13 +12,16 @@ import sys
 import sysconfig
 from pathlib import Path
 from platform import python_version
+from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from torchtitan.tools.logging import logger
 
 from graph_trainer.core.capture.real_strides import fakes_as_real
 from graph_trainer.core.capture.side_effects import REVIEWED, is_installed_file
+from graph_trainer.core.graph.call_signature import slots_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
@@ -186,20 +189,42 @@ def _digest(path: str) -> bytes:
     return digest.digest()
 
 
-def _objects_in(model: torch.nn.Module) -> list[tuple[str, bytes]]:
-    """Return by name, pickled, what modules have that is neither a tensor nor in their settings:
-    objects with numbers, say. What cannot be pickled, a lock or a lambda, is left out."""
-    pickled: dict[int, bytes] = {}  # a config is an attribute of every module
-    objects = []
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or isinstance(value, torch.Tensor):
-                continue
-            with contextlib.suppress(Exception):  # whatever an object raises that is pickled
-                if id(value) not in pickled:
-                    pickled[id(value)] = pickle.dumps(value)
-                objects.append((name, pickled[id(value)]))
-    return objects
+def _objects_in(model: torch.nn.Module) -> list[str]:
+    """Describe what modules hold that is neither a tensor nor in their settings: objects with
+    numbers, say. A config that all modules hold is described once."""
+    seen: set[int] = set()
+    return [
+        f"{name} {_text(value, seen)}"
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    ]
+
+
+def _text(value: Any, seen: set[int]) -> str:
+    """Describe a value by its class and what it holds, in every process alike. Of objects of torch
+    and of the standard library, of functions and of what was seen before it is the name."""
+    kind = type(value)
+    if isinstance(value, (type(None), int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return repr(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if id(value) in seen or isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return name
+    seen.add(id(value))
+    if isinstance(value, dict):
+        return f"{name} {[(_text(key, seen), _text(each, seen)) for key, each in value.items()]}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [_text(each, seen) for each in value]
+        return f"{name} {parts if isinstance(value, (list, tuple)) else sorted(parts)}"
+    if isinstance(value, np.ndarray):
+        return f"{name} {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
+    if kind.__module__.partition(".")[0] in ("torch", *sys.stdlib_module_names):
+        return name
+    names = [*slots_of(kind), *getattr(value, "__dict__", ())]
+    names = [each for each in names if "hash" not in each]  # it is another one in another process
+    return f"{name} {[(each, _text(getattr(value, each, None), seen)) for each in names]}"
 
 
 def _described(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -4,10 +4,11 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import subprocess
 import sys
-import types
 import zlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,6 +152,16 @@ def test_calls_share_what_a_capture_depends_on_and_no_more(folder, counted):
         assert len(counted) == made, other
 
 
+class Held:
+    """Has a slot and a dict."""
+
+    __slots__ = ("__dict__", "scale")
+
+    def __init__(self, scale):
+        self.scale = scale
+        self.others = [scale]
+
+
 def keys(run):
     return key_of(run, what_is_captured(run.config))
 
@@ -179,14 +190,15 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     assert keys(run) != key, "a version"
     (tmp_path / "some_package-2.0.dist-info").rmdir()
-    for holds in ([1.0], {"a": 1.0}, torch.float16, types.SimpleNamespace(scale=1.0)):
+    kinds = ([1.0], {"a": 1.0}, torch.float16, {"a", "b"}, np.ones(2), Held(1.0))
+    for holds in kinds:
         run.model.norm.holds = holds
         assert keys(run) != key, holds
     changed = keys(run)
-    holds.scale = 2.0
+    holds.scale = [2.0]
     assert keys(run) not in (key, changed), "what an object holds"
-    run.model.norm.holds = lambda: None  # which nothing can read
-    assert keys(run) == key
+    run.model.norm.holds = holds.scale = [holds, Held(3.0)]  # which hold each other
+    assert keys(run) not in (key, changed)
     del run.model.norm.holds
     # a module of the user's own, as `python -m` finds it in the current folder
     source = tmp_path / "of_the_user.py"
@@ -204,6 +216,24 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
     monkeypatch.delenv("TIMES_OF_USER")
     monkeypatch.delitem(sys.modules, "of_the_user")
     assert keys(run) == key
+
+
+def test_a_model_with_sets_of_names_has_one_key_in_every_process():
+    words = ["--module", "transformers", "--config", "debugmodel", "--model.path", "gpt2"]
+    program = (
+        "from tests.unit.planner.test_capture_cache import *\n"
+        f"print(keys(FakeRank(load_config({words}, world_size=2), 2)))"
+    )
+    said = set()
+    for seed in ("1", "2"):  # of the hashes of texts, by which sets are ordered
+        # a variable that this file named would be in the key
+        environment = os.environ | {"PYTHON" + "HASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        said.add(done.stdout.split()[-1])
+    assert len(said) == 1
 
 
 def test_the_helpers_of_a_model_that_is_installed_are_in_the_key(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from graph_trainer.titan.config.run_config import of_captured_steps
 
 def test_a_file_that_is_no_profile(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text("speed = 1\n")
+    path.write_text("speed = 1\nmemory_gib = 1\n")
     with pytest.raises(ConfigError, match=f"compile.hardware = \"{path}\": unknown key 'speed'"):
         load_config(["--compile.hardware", str(path)])
 
