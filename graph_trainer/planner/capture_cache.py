@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import os
@@ -12,6 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from platform import python_version
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -193,12 +195,13 @@ def _objects_in(model: torch.nn.Module) -> list[str]:
     """Describe what modules hold that is neither a tensor nor in their settings: objects with
     numbers, say. A config that all modules hold is described once."""
     seen: set[int] = set()
-    return [
-        f"{name} {_text(value, seen)}"
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
-    ]
+    described = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE:
+                with contextlib.suppress(Exception):  # of an attribute, or nested without end
+                    described.append(f"{name} {_text(value, seen)}")
+    return described
 
 
 def _text(value: Any, seen: set[int]) -> str:
@@ -211,20 +214,24 @@ def _text(value: Any, seen: set[int]) -> str:
     if id(value) in seen or isinstance(value, (torch.Tensor, torch.nn.Module)):
         return name
     seen.add(id(value))
+    parts: list[str] = []
     if isinstance(value, dict):
-        return f"{name} {[(_text(key, seen), _text(each, seen)) for key, each in value.items()]}"
-    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [f"{_text(key, seen)}: {_text(each, seen)}" for key, each in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
         parts = [_text(each, seen) for each in value]
-        return f"{name} {parts if isinstance(value, (list, tuple)) else sorted(parts)}"
-    if isinstance(value, np.ndarray):
-        return f"{name} {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
-    if kind.__module__.partition(".")[0] in ("torch", *sys.stdlib_module_names):
-        return name
-    names = [*slots_of(kind), *getattr(value, "__dict__", ())]
-    names = [each for each in names if "hash" not in each]  # it is another one in another process
-    return f"{name} {[(each, _text(getattr(value, each, None), seen)) for each in names]}"
+        parts = parts if isinstance(value, (list, tuple)) else sorted(parts)
+    elif isinstance(value, np.ndarray):
+        parts = [f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"]
+    elif isinstance(value, functools.partial):
+        parts = [_text(each, seen) for each in (value.func, value.args, value.keywords)]
+    elif isinstance(value, (type, FunctionType, MethodType, BuiltinFunctionType)):
+        parts = [f"{value.__module__}.{value.__qualname__}"]
+    elif kind.__module__.partition(".")[0] not in ("torch", *sys.stdlib_module_names):
+        held = [*slots_of(kind), *getattr(value, "__dict__", ())]
+        # a hash is another number in another process
+        held = [each for each in held if "hash" not in each]
+        parts = [f"{each}={_text(getattr(value, each, None), seen)}" for each in held]
+    return f"{name}({', '.join(parts)})"
 
 
 def _described(tensor: torch.Tensor) -> tuple[object, ...]:

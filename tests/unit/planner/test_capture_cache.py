@@ -1,5 +1,6 @@
 """A step that an earlier call captured gives the same plan, and a bad cache gives a capture."""
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -190,11 +191,14 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     assert keys(run) != key, "a version"
     (tmp_path / "some_package-2.0.dist-info").rmdir()
-    kinds = ([1.0], {"a": 1.0}, torch.float16, {"a", "b"}, np.ones(2), Held(1.0))
+    kinds = ([1.0], {"a": 1.0}, torch.float16, {"a", "b"}, np.ones(2), len, Held(1.0))
+    kinds = (functools.partial(pow, 2), functools.partial(pow, 3), *kinds)
+    made = [key]
     for holds in kinds:
         run.model.norm.holds = holds
-        assert keys(run) != key, holds
-    changed = keys(run)
+        made.append(keys(run))
+        assert made[-1] not in made[:-1], holds
+    changed = made[-1]
     holds.scale = [2.0]
     assert keys(run) not in (key, changed), "what an object holds"
     run.model.norm.holds = holds.scale = [holds, Held(3.0)]  # which hold each other
