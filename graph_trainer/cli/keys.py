@@ -80,7 +80,9 @@ def check_early(argv: Sequence[str], command: str = "train") -> None:
     )
     table = read_toml(Path(config), "--config") if is_file else {}
     if {"peak_flops", "memory_gib"} <= table.keys():
-        raise ConfigError(f"{config}: a hardware profile, no config of a run. Name it --hardware.")
+        raise ConfigError(
+            f"{config}: a hardware profile, no config of a run. Name it with --hardware."
+        )
     configs = config_folders()[0]
     schema = json.loads((configs / "schema.json").read_text("utf-8"))
     module = flags.get("module") or table.get("module", schema["properties"]["module"]["default"])

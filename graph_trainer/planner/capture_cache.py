@@ -25,7 +25,7 @@ from graph_trainer.core.capture.real_strides import fakes_as_real
 from graph_trainer.core.capture.side_effects import REVIEWED, is_installed_file
 from graph_trainer.core.graph.call_signature import slots_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.module_settings import ModuleSettings
+from graph_trainer.core.graph.module_settings import OF_EVERY_MODULE
 from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
 from graph_trainer.core.text import wrapped
 from graph_trainer.core.torch_private import ambient_state
@@ -39,7 +39,6 @@ MOST_BYTES = 256 * 2**20
 
 _FORMAT = 2
 _PACKAGE = str(Path(__file__).parents[1])
-_OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 _LOCK_SECONDS = 10
 
 
@@ -153,18 +152,13 @@ def key_of(run: FakeRank, what: str, digests: dict[str, bytes] | None = None) ->
     classes = {of for module in run.model.modules() for of in type(module).__mro__}
     own = {of.__module__ for of in classes} | {getattr(run.loss_fn, "__module__", "")}
     packages = {name.partition(".")[0] for name in own} - {"torch", *sys.stdlib_module_names}
-    settings = ModuleSettings.of(run.model, ())
     tensors = [*run.model.named_parameters(), *run.model.named_buffers()]
     parts = [
         *(_FORMAT, python_version(), torch.version.git_version, sys.byteorder),
         sorted({each.name for path in sys.path for each in Path(path).glob("*.dist-info")}),
         *(what, run.world_size, run.rank, run.device),
-        *(ambient_state(), torch.are_deterministic_algorithms_enabled(), settings.training),
-        [
-            (name, f"{kind.__module__}.{kind.__qualname__}", values)
-            for name, kind, values in settings.modules
-        ],
-        _objects_in(run.model),
+        *(ambient_state(), torch.are_deterministic_algorithms_enabled()),
+        _modules_of(run.model),
         [(name, _described(tensor)) for name, tensor in tensors],
     ]
     key = hashlib.sha256(repr(parts).encode())
@@ -191,14 +185,16 @@ def _digest(path: str) -> bytes:
     return digest.digest()
 
 
-def _objects_in(model: torch.nn.Module) -> list[str]:
-    """Describe what modules hold that is neither a tensor nor in their settings: objects with
-    numbers, say. A config that all modules hold is described once."""
+def _modules_of(model: torch.nn.Module) -> list[str]:
+    """Describe every module: its name, class, mode, and what it holds beside parameters, buffers
+    and modules. An object that several modules hold, their config say, is described once."""
     seen: set[int] = set()
     described = []
-    for module in model.modules():
+    for fqn, module in model.named_modules():
+        kind = type(module)
+        described.append(f"{fqn} {kind.__module__}.{kind.__qualname__} {module.training}")
         for name, value in vars(module).items():
-            if name not in _OF_EVERY_MODULE:
+            if name not in OF_EVERY_MODULE:
                 with contextlib.suppress(Exception):  # of an attribute, or nested without end
                     described.append(f"{name} {_text(value, seen)}")
     return described

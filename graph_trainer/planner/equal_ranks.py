@@ -46,9 +46,9 @@ def shortened(config: GraphTrainerConfig) -> GraphTrainerConfig:
     """Leave out of a model all but the first two and the last of layers that follow each other and
     are configured alike, initial values aside.
 
-    In models of installed packages, what ranks compute in one of them they compute in each, as
-    other ranks do or otherwise. A model of the user's own, which may know its layers by their
-    numbers, stays as it is.
+    In torchtitan's models and those of transformers, what ranks compute in one of them they compute
+    in each, as other ranks do or otherwise. A model of the user's own, which may know its layers by
+    their numbers, stays as it is.
     """
     spec = config.model_spec
     layers = getattr(spec and spec.model, "layers", None)

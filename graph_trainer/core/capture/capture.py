@@ -83,7 +83,8 @@ def capture(
         full_capture: whether all layers are traced. If not, and the model has a stack of more than
             three layers of one kind, three are traced and the others are copies of their nodes:
             what layers do must then be seen in their attributes, hooks and arguments. None
-            trusts installed packages, and traces all layers of what is code of the user's own.
+            trusts torchtitan and transformers as they are installed, and traces all layers of what
+            is code of the user's own.
 
     Returns:
         The graph: inputs are the model's tensors and the batch, outputs the loss and the

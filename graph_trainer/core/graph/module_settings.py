@@ -17,7 +17,8 @@ from graph_trainer.errors import CaptureError
 
 _SCALARS = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
 _CONTAINERS = {list, tuple, dict}
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+OF_EVERY_MODULE = vars(nn.Module()).keys()
+"""What torch keeps in every module: modes, tensors, modules, hooks."""
 
 Attributes = dict[str, tuple[type, Any]]
 """By name, the type and the value of a module's numbers, texts and switches; of a list, tuple or
@@ -117,7 +118,7 @@ def autocast_enabled(device_type: str) -> bool:
 def _attributes(module: nn.Module) -> Attributes:
     attributes: Attributes = {}
     for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE and _is_plain(value):
+        if name not in OF_EVERY_MODULE and _is_plain(value):
             kind = type(value)
             attributes[name] = (kind, repr(value) if kind in _CONTAINERS else value)
     return attributes

@@ -267,6 +267,15 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         yield Problem("base", "the config has no model", remedy)
         return
     model = f"{spec.name} {spec.flavor}"
+    adapter: Any = spec.state_dict_adapter  # which torchtitan makes on every rank
+    if lacking := sorted(getattr(adapter, "__abstractmethods__", ())):
+        yield Problem(
+            "model_spec.state_dict_adapter",
+            f"a class without {', '.join(lacking)}",
+            "Derive it from torchtitan.protocols.state_dict_adapter.StateDictAdapter, with to_hf "
+            "and from_hf.",
+            value=adapter.__qualname__,
+        )
     longest = getattr(spec.model, "max_seq_len", None)
     if longest is not None and seq_len > longest:
         problem = f"longer than the {longest} positions of {model}"

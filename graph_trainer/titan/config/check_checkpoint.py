@@ -26,12 +26,6 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
     if not section.enable:
         yield from _without_checkpoints(section, origins)
         return
-    adapter: Any = getattr(config.model_spec, "state_dict_adapter", None)
-    if lacking := sorted(getattr(adapter, "__abstractmethods__", ())):
-        remedy = "Derive it from torchtitan.protocols.state_dict_adapter.StateDictAdapter, with "
-        remedy += "to_hf and from_hf."
-        problem = f"its state_dict_adapter {adapter.__qualname__} has no {', '.join(lacking)}"
-        yield Problem("model_spec", problem, remedy, value=None)
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):
             remedy = "Leave it out, or give the model's ModelSpec a state_dict_adapter."
@@ -65,7 +59,9 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
     if step and "train_state" not in section.exclude_from_loading and _holds_model_alone(path):
         problem = f"{path} holds the model alone, as does the last one of a run"
         earlier = max((each for each in steps if each < step), default=None)
-        remedy = f"Set checkpoint.load_step = {earlier}, or begin" if earlier else "Begin"
+        remedy = (
+            f"Set checkpoint.load_step = {earlier}, or begin" if earlier is not None else "Begin"
+        )
         remedy += " another run, with its own dump_folder and "
         remedy += f"checkpoint.initial_load_path = {show(os.path.abspath(path))}, or without "
         remedy += "checkpoints: checkpoint.enable = false."

@@ -226,7 +226,9 @@ def test_a_model_with_sets_of_names_has_one_key_in_every_process():
     words = ["--module", "transformers", "--config", "debugmodel", "--model.path", "gpt2"]
     program = (
         "from tests.unit.planner.test_capture_cache import *\n"
-        f"print(keys(FakeRank(load_config({words}, world_size=2), 2)))"
+        f"run = FakeRank(load_config({words}, world_size=2), 2)\n"
+        "run.model.names = set('abcdefgh')\n"
+        "print(keys(run))"
     )
     said = set()
     for seed in ("1", "2"):  # of the hashes of texts, by which sets are ordered

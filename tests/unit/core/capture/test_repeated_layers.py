@@ -1,6 +1,8 @@
 """A graph whose alike layers are copies is the graph of a full capture."""
 
+import importlib.util
 import inspect
+import sys
 
 import pytest
 import torch
@@ -59,6 +61,7 @@ class Named(nn.Module):
 
     def forward(self, x, after=None):
         result = self.linear(x) * self.factor
+        result = result + 1 if hasattr(x, "mark") else result
         return after(result) if isinstance(after, nn.Module) else result
 
 
@@ -183,17 +186,28 @@ def test_layers_are_really_left_out(monkeypatch, reasons):
 
 
 def test_a_package_of_the_users_own_is_so_where_it_is_installed(tmp_path, monkeypatch, reasons):
-    """A model, and a function in the place of a method of a class that is known."""
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
-    source = "from torch import nn\nclass Layer(nn.Linear):\n    pass\n"
-    source += "def forward(self, x):\n    return nn.functional.linear(x, self.weight)\n"
-    (folder / "of_a_user.py").write_text(source)
-    monkeypatch.syspath_prepend(folder)
-    import of_a_user
+    """Its models, and its functions in the place of methods of a class that is known."""
+    known, of_user = (tmp_path / "site-packages" / name for name in ("transformers", "of_user"))
+    layer = "from torch import nn\nclass Layer(nn.Linear):\n"
+    layer += "    def forward(self, x):\n        return nn.functional.linear(x, self.weight)\n"
+    modules = []
+    for folder in (known, of_user):
+        folder.mkdir(parents=True)
+        (folder / "layer.py").write_text(layer)
+        spec = importlib.util.spec_from_file_location(f"{folder.name}_layer", folder / "layer.py")
+        modules.append(importlib.util.module_from_spec(spec))
+        monkeypatch.setitem(sys.modules, spec.name, modules[-1])
+        spec.loader.exec_module(modules[-1])
 
-    capture(stack_of(*(of_a_user.Layer(8, 8) for _ in range(6))), mean_square, (X,))
-    assert "of_a_user.py" in reasons.all()[-1]
+    def traced_in_full(kind):
+        capture(stack_of(*(kind(8, 8) for _ in range(6))), mean_square, (X,))
+        return [reason for reason in reasons.all() if str(of_user) in reason]
+
+    installed, own = modules
+    assert not traced_in_full(installed.Layer)
+    assert len(traced_in_full(own.Layer)) == 1
+    monkeypatch.setattr(installed.Layer, "forward", own.Layer.forward)
+    assert len(traced_in_full(installed.Layer)) == 2
 
 
 def test_a_name_is_that_of_a_full_capture_though_layers_left_out_return_aliases(reasons):

@@ -155,8 +155,8 @@ def hooking_one_result(layers, x):
 
 def marking_one_result(layers, x):
     for i, layer in enumerate(layers):
-        x = layer(x * 2 if hasattr(x, "mark") else x)
-        if i == 3:
+        x = layer(x)
+        if i == 2:  # which the next layer reads
             x.mark = True
     return x
 

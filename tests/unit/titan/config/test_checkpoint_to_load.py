@@ -163,11 +163,13 @@ def test_a_model_that_hugging_face_does_not_know(tmp_path: Path) -> None:
         check_config(config, 2, reads_checkpoint=True)
     with pytest.raises(ConfigError, match="Give its ModelSpec a state_dict_adapter"):
         export(tmp_path / "step-3", tmp_path / "exported", config)
-    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-    config.model_spec.state_dict_adapter = BaseStateDictAdapter  # which ranks could not make
-    with pytest.raises(ConfigError, match="get_hf_storage_reader, .*StateDictAdapter, with to_hf"):
-        check_config(config, 2, reads_checkpoint=True)
+
+def test_a_run_may_go_on_from_the_seed_before_the_model_alone(load, tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoint"
+    dcp.save(weights(), checkpoint_id=folder / "step-0")
+    dcp.save(weights(), checkpoint_id=folder / "step-6")
+    assert "Set checkpoint.load_step = 0, or begin another run" in refused(load)
 
 
 @pytest.mark.parametrize(

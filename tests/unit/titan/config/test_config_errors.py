@@ -211,6 +211,20 @@ def test_an_unknown_key_names_the_likeliest_and_three_others_at_most():
     assert "`graph-trainer train --help training` lists" in refused(["--training.zzz", "x"])
 
 
+def test_an_adapter_that_ranks_cannot_make_is_refused():
+    """With checkpoints or without: torchtitan makes it in any case."""
+    from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+    config = load_config([])
+    config.model_spec.state_dict_adapter = BaseStateDictAdapter
+    with pytest.raises(ConfigError, match="a class without .*get_hf_storage_reader") as caught:
+        check_config(config, 2)
+    assert 'state_dict_adapter = "BaseStateDictAdapter"' in str(caught.value)
+    assert "Derive it from torchtitan.protocols.state_dict_adapter.StateDictAdapter" in str(
+        caught.value
+    )
+
+
 def test_a_key_is_found_by_its_name_in_other_trainers():
     names = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
     argv = [word for name in names for word in (f"--{name}", "1")]
