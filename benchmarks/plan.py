@@ -89,7 +89,7 @@ def measure(command: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--version"]
         if command != "version":
-            words = ["plan", "--no-capture-cache", *shlex.split(command.format(folder=folder))]
+            words = ["plan", *shlex.split(command.format(folder=folder))]
         seconds = {"start": 0.0, "capture": 0.0, "rest": 0.0}
         phase, printed = "start", []
         begin = now = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,13 +51,6 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the variables of a launch that the tests' own shell may have."""
     for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def no_captures_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path_factory) -> None:
-    """Keeps captured steps of plans for each test apart."""
-    folder = tmp_path_factory.getbasetemp() / f"captures-{uuid.uuid4().hex}"
-    monkeypatch.setenv("GRAPH_TRAINER_CAPTURES", str(folder))
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ _FLAGS_OF = {
     "plan": [
         *("--world-size", "--hardware", "--like", "--compare", "--rank", "--verify-order"),
         *("--all-ranks", "--memory-curve", "--expert-imbalance", "--routing"),
-        *("--no-capture-cache", "--json", "--html", "--trace", "--save", "--table"),
+        *("--json", "--html", "--trace", "--save", "--table"),
     ],
     "export": ["--to"],
     "config": [SCHEMA],

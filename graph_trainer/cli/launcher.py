@@ -387,7 +387,6 @@ def check_step_fits(launch: Launch) -> None:
         MemoryLimitError: with what the memory is for, and what would help.
     """
     from graph_trainer.core.simulation.detect import detect_hardware
-    from graph_trainer.planner.capture_cache import CaptureCache, default_folder
     from graph_trainer.planner.captures import Captures
     from graph_trainer.planner.plan import make_plan
 
@@ -397,7 +396,6 @@ def check_step_fits(launch: Launch) -> None:
         return
     config = copy.copy(launch.config)
     config.compile = replace(ours, verify_passes=False)  # the ranks verify
-    captures = Captures(cache=CaptureCache(default_folder(), warns=False))
     (room, on_host), hardware = memory_of_rank(launch), detect_hardware().hardware
     shown = progress("will it fit") if sys.stderr.isatty() else nullcontext(lambda line: None)
     try:
@@ -408,7 +406,7 @@ def check_step_fits(launch: Launch) -> None:
                 launch.world_size,
                 hardware,
                 every_pass=False,
-                captures=captures,
+                captures=Captures(),
                 device_memory=lambda joint: room,
                 host_memory=lambda joint: on_host,
                 on_progress=say,

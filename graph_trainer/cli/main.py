@@ -19,7 +19,6 @@ from graph_trainer.cli.keys import (
     DRY_RUN,
     SCHEMA,
     check_early,
-    completed_flags,
     import_config_classes,
     with_names_of_environment,
 )
@@ -104,7 +103,7 @@ def _run(command: str, words: list[str]) -> int:
             f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
         )
     function, about = _COMMANDS[command]
-    if command in ("doctor", "completion") and {"-h", "--help"} & {*words}:
+    if command == "doctor" and {"-h", "--help"} & {*words}:
         print(f"graph-trainer {command}:\n  {about}")
         return 0
     # a rank records what it raises; --schema may be writing the file that is read here
@@ -155,33 +154,6 @@ def train(argv: Sequence[str]) -> int:
     launch = launcher.prepare(argv)
     launcher.check_step_fits(launch)
     return launcher.start(launch)
-
-
-def print_completion(argv: Sequence[str]) -> int:
-    """Print the script that completes commands, flags, values and file names in bash or zsh."""
-    if list(argv) not in (["bash"], ["zsh"]):
-        raise ConfigError("command line: write `completion bash` or `completion zsh`")
-    flags = completed_flags()
-    words = {"''": [*_COMMANDS], "completion": ["bash", "zsh"], "doctor": [], "export": []}
-    words |= {flag: known for flag, known in flags.items() if known} | {"*": [*flags]}
-    cases = [f"    {flag}) words='{' '.join(known)}' ;;" for flag, known in words.items()]
-    if argv[0] == "zsh":
-        print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    print(_COMPLETION.replace("CASES", "\n".join(cases)), end="")
-    return 0
-
-
-_COMPLETION = r"""_graph_trainer() {
-  local word=${COMP_WORDS[COMP_CWORD]#=} flag=${COMP_WORDS[COMP_CWORD-1]} words
-  [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]}  # --flag=value is three words in bash
-  [ "$COMP_CWORD" != 1 ] || flag=
-  case $flag in
-CASES
-  esac
-  COMPREPLY=($(compgen -P "${word%"${word##*,}"}" -W "$words" -- "${word##*,}"))
-}
-complete -o default -F _graph_trainer graph-trainer
-"""
 
 
 def print_config(argv: Sequence[str]) -> int:
@@ -260,10 +232,6 @@ _COMMANDS = {
     "passes": ("main:print_passes", "list the graph passes, with those that a config adds"),
     "bisect-passes": ("bisect:bisect_passes", "find the pass, and the node, that changes numbers"),
     "doctor": ("doctor:main", "say what this machine has, and what will not work on it"),
-    "completion": (
-        "main:print_completion",
-        "print what completes commands and flags; `completion bash` or `completion zsh`",
-    ),
 }
 """By name: the function of this folder that runs the command, and the command's help."""
 

@@ -23,7 +23,6 @@ from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import (
     SCHEMA,
@@ -111,8 +110,7 @@ def main(argv: Sequence[str]) -> int:
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
 
-    cache = None if flags.no_capture_cache else CaptureCache(default_folder())
-    captures = Captures(cache=cache)
+    captures = Captures()
     plan_of = partial(
         make_plan,
         world_size=world_size,
@@ -175,12 +173,11 @@ def dry_run(argv: Sequence[str]) -> int:
     room, on_host = memory_of_rank(launch)
     if not named:
         hardware = replace(hardware, memory_gib=room.bytes / GIB)
-    captures = Captures(cache=CaptureCache(default_folder(), warns=False))
     with progress("plan") as say:
         world_size = launch.world_size
         plan = make_plan(
             *(config, world_size, hardware),
-            captures=captures,
+            captures=Captures(),
             host_memory=lambda joint: on_host,
             on_progress=say,
         )
@@ -398,13 +395,6 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"
-    )
-    parser.add_argument(
-        "--no-capture-cache",
-        action="store_true",
-        help="capture anew, and keep nothing for later calls; captured steps are otherwise kept in "
-        f"the folder that {FOLDER} names (default: graph_trainer/captures in XDG_CACHE_HOME or "
-        "~/.cache), at most 256 MiB",
     )
     for name, (_, help_text) in _WRITERS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=help_text)

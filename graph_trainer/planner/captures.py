@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.planner.capture_cache import CaptureCache
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.activation_policies import POLICIES
@@ -20,12 +19,10 @@ class Captures:
 
     Args:
         most: how many are kept, the first included.
-        cache: of earlier processes; None for none.
     """
 
-    def __init__(self, most: int = 4, cache: CaptureCache | None = None) -> None:
+    def __init__(self, most: int = 4) -> None:
         self._most = most
-        self.cache = cache
         self._joints: OrderedDict[tuple[object, ...], JointGraph] = OrderedDict()
 
     def of(self, run: FakeRank, on_progress: OnProgress = lambda line: None) -> JointGraph:
@@ -34,11 +31,8 @@ class Captures:
         Raises:
             CaptureError: the step cannot be captured.
         """
-        what = what_is_captured(run.config)
-        key = (what, run.world_size, run.rank, run.device)
-        if key not in self._joints and self.cache is not None:
-            self._joints[key] = self.cache.of(run, what, on_progress)
-        elif key not in self._joints:
+        key = (what_is_captured(run.config), run.world_size, run.rank, run.device)
+        if key not in self._joints:
             on_progress("capturing the train step")
             self._joints[key] = run.capture()
         joint = self._joints[key]

@@ -1,11 +1,8 @@
 """The console script: what it prints, starts and refuses."""
 
 import os
-import pty
-import select
 import subprocess
 import sys
-import time
 import tomllib
 
 import pytest
@@ -163,7 +160,7 @@ def test_help_about_nothing_is_told_what_there_is(capsys):
     assert code == 2 and "Did you mean training?" in err and "optimizer" in err
 
 
-@pytest.mark.parametrize("command", ["config", "passes", "doctor", "completion", "plan"])
+@pytest.mark.parametrize("command", ["config", "passes", "doctor", "plan"])
 def test_every_command_has_help(command, capsys):
     try:
         assert cli.main([command, "--help"]) == 0
@@ -239,44 +236,6 @@ def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
     assert code == 2 and "# Fits: needs" in out and "GiB more than there is" in again
 
 
-@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.full)])
-def test_a_shell_completes_commands_flags_and_values(shell, tmp_path, capsys):
-    """In a terminal: what stands there after TAB. The commands themselves are not run."""
-    code, script, _ = run(capsys, "completion", shell)
-    assert code == 0
-    (tmp_path / "completion").write_text(script)
-    ours, its = pty.openpty()
-    words = [shell, *(["--norc"] if shell == "bash" else ["-f"]), "-i"]
-    environment = os.environ | {"TERM": "dumb", "HOME": str(tmp_path)}
-    with subprocess.Popen(words, stdin=its, stdout=its, stderr=its, env=environment) as process:
-        shown, until = b"", time.monotonic() + 20
-
-        def enter(text, awaited):
-            nonlocal shown
-            os.write(ours, text.encode())
-            while awaited not in shown and time.monotonic() < until:
-                if select.select([ours], [], [], 1)[0]:
-                    shown += os.read(ours, 4096)
-
-        enter(f". {tmp_path}/completion; echo re''ady\n", b"ready\r\n")
-        enter("graph-trainer bis\t", b"bisect-passes ")
-        enter("\x15graph-trainer train --training.ste\t", b"--training.steps ")  # ^U: a new line
-        enter("\x15graph-trainer plan --hardware a1\t", b"--hardware a100-80g ")
-        enter("\x15graph-trainer train --config 30\t", b" --config 30b-a3b ")
-        enter("\x15graph-trainer --compile.passes default,over\t", b" default,overlap_fsdp")
-        (tmp_path / "plan.json").touch()  # a file where one is wanted, not the command `plan`
-        enter(f"\x15graph-trainer train --plan {tmp_path}/pl\t", b"/plan.json ")
-        enter(f"\x15cd {tmp_path}\n\x15graph-trainer train --save pl\t", b"--save plan.json ")
-        enter("\x15graph-trainer export pl\t", b"export plan.json ")
-        process.kill()
-    os.close(ours)
-    os.close(its)
-    assert b"graph-trainer bisect-passes " in shown and b"--training.steps " in shown, shown
-    assert b" a100-80g " in shown and b"30b-a3b " in shown and b"default,overlap" in shown, shown
-    assert b"/plan.json " in shown and b"--save plan.json " in shown, shown
-    assert b"export plan.json " in shown, shown
-
-
 def test_every_flag_of_plan_and_every_corpus_is_completed():
     from graph_trainer.cli.keys import _FLAGS_OF, completed_flags
     from graph_trainer.cli.plan_command import RUNTIMES, _parser
@@ -291,11 +250,6 @@ def test_every_flag_of_plan_and_every_corpus_is_completed():
         assert flags[f"--{section}.dataset"] == [*DATASETS]
     assert {"none", "budget", "full"} <= {*flags["--activation_checkpoint.type"]}
     assert "overlap_fsdp" in flags["--compile.disable_passes"]
-
-
-def test_completion_asks_for_a_shell_that_it_knows(capsys):
-    code, _, err = run(capsys, "completion", "fish")
-    assert code == 2 and "completion zsh" in err
 
 
 def test_unknown_commands_are_told_the_nearest(capsys):

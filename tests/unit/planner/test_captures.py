@@ -8,7 +8,6 @@ import pytest
 from graph_trainer.cli import plan_command
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
-from graph_trainer.planner.capture_cache import default_folder
 from graph_trainer.planner.captures import Captures, what_is_captured
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
@@ -162,7 +161,7 @@ def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "usable_processes", lambda: 1)
     words = ["--world-size", "4", "--training.seq_len", "256", "--memory-curve"]
     words += ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
-    assert plan_command.main([*words, "--no-capture-cache"]) == 0
+    assert plan_command.main(words) == 0
     classes = [run for run in captured if len(run.config.model_spec.model.layers) == 3]
     assert [run.rank for run in classes] == [0, 1, 3], "few layers, to compare their steps"
     whole = [run for run in captured if run not in classes]
@@ -170,9 +169,3 @@ def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     assert set(steps.values()) == {1}
     # the rank, changes that act before capture, and two and three of these together
     assert len(steps) == 1 + 5 + 2
-    assert not default_folder().exists()
-    # and a later call, which has them all from the first that kept them
-    for made in (1 + 5 + 3 + 2, 2):
-        captured.clear()
-        assert plan_command.main(["--world-size", "2", "--save", str(tmp_path / "two.json")]) == 0
-        assert len(captured) == made
