@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from graph_trainer.cli.keys import CommandParser
+from graph_trainer.cli.command_line import CommandParser
 from graph_trainer.errors import ConfigError
 
 _ABOUT = """\
@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
                 "Name the config of its run with --config."
             )
         rest[:0] = ["--config", str(run / "config.toml")]
-    config = load_config(rest, prog="graph-trainer export", reads_text=False)
+    config = load_config(
+        rest, prog="graph-trainer export", command_flags=vars(given), reads_text=False
+    )
     config.dump_folder = str(run)
     export(given.checkpoint, given.to, config)
     print(f"{given.to}: read it with AutoModelForCausalLM.from_pretrained({str(given.to)!r})")

@@ -24,7 +24,11 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 
-from graph_trainer.cli.keys import import_config_classes, variable, with_names_of_environment
+from graph_trainer.cli.command_line import (
+    import_config_classes,
+    variable,
+    with_names_of_environment,
+)
 from graph_trainer.core.runtime.backends.registry import (
     COMPILER_REMEDY,
     find_backend,

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
-from graph_trainer.cli.keys import (
+from graph_trainer.cli.command_line import (
     DRY_RUN,
     SCHEMA,
-    check_early,
     import_config_classes,
-    with_names_of_environment,
 )
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.text import error_text
@@ -106,10 +104,6 @@ def _run(command: str, words: list[str]) -> int:
     if command == "doctor" and {"-h", "--help"} & {*words}:
         print(f"graph-trainer {command}:\n  {about}")
         return 0
-    # a rank records what it raises; --schema may be writing the file that is read here
-    if "RANK" not in os.environ and "--schema" not in words:
-        by_environment = command in ("train", "bisect-passes")
-        check_early(with_names_of_environment(words) if by_environment else words, command)
     _check_cache_folder()
     collect_rarely()
     atexit.register(gc.freeze)  # nor are they looked through as the process ends

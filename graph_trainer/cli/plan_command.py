@@ -15,7 +15,7 @@ from typing import IO
 
 from rich.console import Group, RenderableType
 
-from graph_trainer.cli.keys import CommandParser
+from graph_trainer.cli.command_line import CommandParser
 from graph_trainer.cli.launcher import check_step_fits, memory_of_rank, prepare
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
@@ -85,7 +85,13 @@ def main(argv: Sequence[str]) -> int:
     world_size = flags.world_size or world_size_from_environment()
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        config = load_config([*words, *more], world_size=ranks or world_size, reads_text=False)
+        config = load_config(
+            [*words, *more],
+            world_size=ranks or world_size,
+            prog="graph-trainer plan",
+            command_flags=vars(flags),
+            reads_text=False,
+        )
         if config.compile.hardware is None:  # as if --compile.hardware had been given
             config.compile = replace(config.compile, hardware=flags.hardware)
         return config

@@ -1,12 +1,10 @@
-"""Word what is wrong with a name or a value of a user's, and suggest what was meant."""
+"""Suggest the known name that was meant, and show values as in TOML."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -53,39 +51,7 @@ def did_you_mean(
     return text.format(close[0]) if close else otherwise
 
 
-NAMES_ELSEWHERE = {
-    "training.steps": "max_steps epochs num_epochs max_epochs num_train_epochs train_iters",
-    "training.local_batch_size": "per_device_train_batch_size micro_batch_size",
-    "training.global_batch_size": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
-    "training.seq_len": "block_size context_length max_length max_seq_len seq_length",
-    "training.max_norm": "max_grad_norm grad_clip clip_grad gradient_clip_val",
-    "training.mixed_precision_param": "bf16 fp16 precision",
-    "lr_scheduler.warmup_steps": "warmup_ratio lr_warmup_iters",
-    "activation_checkpoint.type": "gradient_checkpointing recompute_granularity",
-    "checkpoint.enable": "resume resume_from_checkpoint",
-    "checkpoint.interval": "save_steps save_interval save_every",
-    "checkpoint.initial_load_path": "model_name_or_path pretrained_checkpoint load",
-    "validator.freq": "eval_steps eval_interval",
-    "metrics.log_freq": "logging_steps log_interval log_every_n_steps",
-    "dump_folder": "output_dir out_dir save",
-}
-"""By key, what Hugging Face's Trainer, Megatron, Lightning and nanoGPT call it."""
-
 GUESS = "Did you mean {}? "
-
-AS_SECTION = "Write its keys under a [{key}] heading, or as --{key}.key value."
-"""The remedy for a value in the place of a section."""
-
-_KINDS = {
-    "boolean": ("true or false", "true"),
-    "integer": ("an integer", "1"),
-    "number": ("a number", "1e-3"),
-    "string": ("a string", '"text"'),
-    "array": ("a list", "[...]"),
-    "object": ("a table", "{ key = value }"),
-}
-"""The types of JSON: what a message calls them, and an example."""
-_NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"}
 
 
 def show(value: Any) -> str:
@@ -106,112 +72,3 @@ def as_toml(value: Any) -> str:
         pairs = ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return "unset" if value is None else str(value)
-
-
-def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> str:
-    """Say what to write in place of an unknown key: the likeliest first, at most three others.
-
-    Args:
-        siblings: the names of its section.
-        elsewhere: the keys of all sections.
-    """
-    path, _, name = key.rpartition(".")
-    known = {f"{path}.{each}" if path else each: None for each in siblings}
-    own = {key.rpartition(".")[2]: key for key in known}
-    plain = {re.sub(r"\[\d+\]", "", each) for each in known}
-    known |= {each: None for each in elsewhere if each in known or each not in plain}
-    switch = key.removeprefix("no_")
-    if switch != key and switch in known:
-        return f"Write --{path.removeprefix('no_')}.no-{name}."
-    words = set(re.split("[._]", key.lower()))
-    near = [each for each, names in NAMES_ELSEWHERE.items() if name.lower() in names.split()]
-    near = [each for each in near if each in known]
-    near += [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
-    near += [each for each in known if each.rpartition(".")[2] == name]
-    near += [own[each] for each in nearest(name, own)]
-    near += [each for each in known if _says_the_same(name, each.rpartition(".")[2])]
-    # The right key in the wrong section is as common as a typo.
-    close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
-    near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
-    guess, *others = list(dict.fromkeys(near)) or [""]
-    sections = {each.rpartition(".")[0] for each in known}
-    others = [each for each in others if each not in sections]
-    if not guess:
-        section = path if own else ""
-        return f"`graph-trainer train --help {section}".rstrip() + "` lists the keys."
-    return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")
-
-
-def _says_the_same(name: str, known: str) -> bool:
-    """Whether a name has the initials of the other, or fewer of its words: learning_rate and lr, wd
-    and weight_decay, batch_size and local_batch_size."""
-    ours, theirs = name.lower().split("_"), known.split("_")
-    initials = ["".join(word[:1] for word in words) for words in (ours, theirs)]
-    return (
-        (len(ours) > 1 and initials[0] == known)
-        or (len(theirs) > 1 and initials[1] == name)
-        or (len(ours) > 1 and set(ours) < set(theirs))
-    )
-
-
-def wrong_base(base: Any, registry: str, entries: Sequence[str]) -> str:
-    """Say that a file's `base` is none of the entries of a registry of configs."""
-    if base is None:
-        return f"no base, which names the model. Write base = {' or '.join(map(show, entries))}."
-    guess = did_you_mean(base, entries, GUESS) if isinstance(base, str) else ""
-    return (
-        f"base = {show(base)}: no function of {registry}, so there is no model to train. "
-        f"{guess}Write {' or '.join(map(show, entries))}."
-    )
-
-
-def wrong_choice(value: Any, choices: Sequence[Any]) -> tuple[str, str]:
-    """Return problem and remedy of a value that is none of the choices."""
-    guess = did_you_mean(value, choices, GUESS) if isinstance(value, str) else ""
-    return "not one of the known values", f"{guess}Write {', '.join(map(show, choices))}."
-
-
-def wrong_type(
-    key: str,
-    value: Any,
-    kinds: Sequence[str],
-    *,
-    is_flag: bool = False,
-    nullable: bool = False,
-    among: Sequence[Any] = (),
-) -> tuple[str, str]:
-    """Return problem and remedy of a value of the wrong type.
-
-    Args:
-        kinds: the types that the key takes, by their names in JSON, or other words for them.
-        nullable: whether the key may have no value, which a flag can say.
-        among: the list that the value is an entry of, where the key ends with its index.
-    """
-    expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
-    kind, said = kinds[0], str(value).strip().lower().removesuffix(".0")
-    _, example = _KINDS.get(kind, ("", "..."))
-    number = _NUMBERS.get(kind, "$.")
-    with_unit = re.fullmatch(rf"(?P<number>{number}) ?(?P<unit>[a-z]+)", said)
-    if kind == "boolean" and said in ("false", "no", "off", "0"):
-        example = "false"
-    elif kind == "array" and isinstance(value, str) and value:
-        # in brackets, but not as TOML writes a list
-        entries = re.findall(r"[^][\s,\"']+", value) if value.startswith("[") else [value]
-        example = show(entries)
-    elif not isinstance(value, int) and re.fullmatch(number, said):
-        example = said
-    elif kind == "integer" and isinstance(value, float) and 1 <= value < 1e18:
-        example = str(int(value))
-    elif with_unit and re.split("[._]", key)[-1].startswith(with_unit["unit"]):
-        example = with_unit["number"]  # 10GiB of memory_limit_gib
-    if key.endswith("]"):  # a file and a flag give the whole list
-        key = key.partition("[")[0]
-        is_wrong = [type(each) is type(value) for each in among]
-        entries = [example if w else as_toml(e) for w, e in zip(is_wrong, among, strict=True)]
-        example = f"[{', '.join(entries or [example])}]"
-    if not is_flag:
-        return f"expected {expected}", f"Write {key} = {example}."
-    if not example.startswith('"'):  # which a shell takes off
-        example = shlex.quote(example)
-    no_value = f", or --{key} None" if nullable else ""
-    return f"expected {expected}", f"Write --{key} {example}{no_value}."

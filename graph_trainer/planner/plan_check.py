@@ -11,7 +11,6 @@ from typing import Any
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
-from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint
@@ -22,8 +21,10 @@ from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.sources import read_flags, show, take_flags
+from graph_trainer.titan.config.toml_file import parse_toml
 
 FLAG = "--plan"
+FLAGS = ("plan", "dry_run")
 _SHOWN = 8
 
 # What a graph is made from: a message names these differences first.
@@ -107,7 +108,9 @@ def load_config_and_plan(
     """
     values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
     if FLAG not in values or {"-h", "--help"} & {*rest}:
-        return load_config(rest, world_size=world_size, reads_checkpoint=True), None
+        return load_config(
+            rest, world_size=world_size, command_flags=FLAGS, reads_checkpoint=True
+        ), None
     path = Path(values[FLAG])
     plan = SavedPlan.read(path, FLAG, REMEDY)
     if read_flags(rest).config is None:
@@ -121,7 +124,9 @@ def load_config_and_plan(
             f"{FLAG} {path}: planned for {plan.world_size} ranks, but {ranks} are started. Start "
             f"{plan.world_size} (NGPU), or write the plan again with --world-size {ranks}."
         )
-    config = load_config(rest, world_size=plan.world_size, reads_checkpoint=True)
+    config = load_config(
+        rest, world_size=plan.world_size, command_flags=FLAGS, reads_checkpoint=True
+    )
     if config.compile.mode == "eager":
         raise ConfigError(
             f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "

@@ -18,7 +18,7 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from graph_trainer.core.sharding.simple_fsdp import shard_of
-from graph_trainer.core.toml_file import config_folders
+from graph_trainer.core.shipped_configs import config_folders
 from graph_trainer.errors import ConfigError
 
 _PREFIX = "causal_lm."  # what the wrapper puts before the names of transformers

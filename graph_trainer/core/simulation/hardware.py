@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import torch
 
+from graph_trainer.core.shipped_configs import config_folders
 from graph_trainer.core.suggest import did_you_mean
-from graph_trainer.core.toml_file import config_folders, read_toml
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 
@@ -120,7 +121,14 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
             f"{key} {name}: there is no such profile; {hint}Known profiles: "
             f"{', '.join(profiles)}; a file of your own is named by a path that ends in .toml"
         )
-    table = read_toml(path, key)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no TOML
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{key} {path}: cannot be read: {reason}. Name a TOML file, best a changed copy of one "
+            "of configs/hardware"
+        ) from error
     names = [f.name for f in fields(Hardware) if f.name != "name"]
     if table and table.keys().isdisjoint(names):
         raise ConfigError(

@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import inf
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_type_hints
@@ -36,20 +36,17 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
 
-from graph_trainer.core.suggest import (
-    AS_SECTION,
-    GUESS,
-    did_you_mean,
-    show,
-    unknown_key,
-    wrong_choice,
-    wrong_type,
-)
-from graph_trainer.core.toml_file import parse_toml
+from graph_trainer.core.suggest import GUESS, did_you_mean, show
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.remedies import (
+    AS_SECTION,
+    unknown_key,
+    wrong_choice,
+    wrong_type,
+)
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
     GraphTrainerConfig,
@@ -63,6 +60,7 @@ from graph_trainer.titan.config.sources import (
     Problem,
     with_none,
 )
+from graph_trainer.titan.config.toml_file import parse_toml
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.optimizer import SharedOptimizerConfig
@@ -300,15 +298,19 @@ def merge(
 
 
 def build_config(
-    entry: GraphTrainerConfig, table: Mapping[str, Any], origins: Origins
+    entry: GraphTrainerConfig,
+    table: Mapping[str, Any],
+    origins: Origins,
+    command_flags: Iterable[str] = (),
 ) -> tuple[GraphTrainerConfig | None, list[Problem]]:
     """Build a config of the merged table; None if anything in it is wrong, which is returned too.
 
     Args:
         entry: the registry entry, whose keys are suggested for misspelt ones.
         origins: which keys file and flags set.
+        command_flags: further names that a misspelt flag may mean.
     """
-    builder = _Builder(origins, [*settable_keys(entry), "config", "module"])
+    builder = _Builder(origins, [*settable_keys(entry), "config", "module", *command_flags])
     config = builder.section(type(entry), table, "")
     return config, builder.problems
 

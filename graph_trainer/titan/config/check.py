@@ -24,7 +24,7 @@ from graph_trainer.core.passes.catalogue import (
     without_effect,
 )
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.suggest import GUESS, did_you_mean, show, wrong_type
+from graph_trainer.core.suggest import GUESS, did_you_mean, show
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
@@ -42,6 +42,7 @@ from graph_trainer.titan.config.check_parallelism import (
     expert_parallel_problems,
 )
 from graph_trainer.titan.config.check_text import text_problems
+from graph_trainer.titan.config.remedies import wrong_type
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,

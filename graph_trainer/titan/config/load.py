@@ -6,7 +6,7 @@ then what spans sections is checked. Every mistake of a stage is a line of one e
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from graph_trainer.titan.config.build import build_config, merge, table_of
 from graph_trainer.titan.config.check import check_config, world_size_from_environment
@@ -26,6 +26,7 @@ def load_config(
     *,
     world_size: int | None = None,
     prog: str = "graph-trainer train",
+    command_flags: Iterable[str] = (),
     reads_checkpoint: bool = False,
     reads_text: bool = True,
 ) -> GraphTrainerConfig:
@@ -37,6 +38,7 @@ def load_config(
         world_size: the number of ranks that the degrees of parallelism have to multiply to. None
             takes it from the environment (WORLD_SIZE); without that, this check is left out.
         prog: the command's name in help texts and messages.
+        command_flags: names of the flags that only this command has, suggested for misspelt ones.
         reads_checkpoint: whether the run starts on this machine, where the checkpoint that it
             begins with has to be. A plan or a printed config is made without it.
         reads_text: whether its texts and its tokenizer have to be here too. A plan and an export
@@ -54,7 +56,7 @@ def load_config(
         origins = Origins(f"config {entry.base}")
         table = merge(table_of(entry), in_file, where, origins)
         table = merge(table, flags.table, COMMAND_LINE, origins)
-        config, problems = build_config(entry, table, origins)
+        config, problems = build_config(entry, table, origins, command_flags)
         if flags.shown is not None:
             print(help_text(config or entry, flags.shown, prog))
             raise SystemExit(0)

@@ -10,7 +10,6 @@ from typing import Any, Union, get_type_hints
 import docstring_parser
 from pydantic import TypeAdapter
 
-from graph_trainer.core.config_names import DEFAULT_MODULE, known_modules
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
 from graph_trainer.core.suggest import GUESS, did_you_mean, show
 from graph_trainer.errors import ConfigError
@@ -23,6 +22,7 @@ from graph_trainer.titan.config.build import (
     settable_fields,
     type_of,
 )
+from graph_trainer.titan.config.config_names import DEFAULT_MODULE, known_modules
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
     GraphTrainerConfig,

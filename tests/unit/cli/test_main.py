@@ -236,22 +236,6 @@ def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
     assert code == 2 and "# Fits: needs" in out and "GiB more than there is" in again
 
 
-def test_every_flag_of_plan_and_every_corpus_is_completed():
-    from graph_trainer.cli.keys import _FLAGS_OF, completed_flags
-    from graph_trainer.cli.plan_command import RUNTIMES, _parser
-    from graph_trainer.core.simulation.hardware import known_hardware
-    from graph_trainer.titan.data.corpus import DATASETS
-
-    flags = completed_flags()
-    assert {*_FLAGS_OF["plan"], "--help"} == {*_parser()._option_string_actions} - {"-h"}
-    assert {*_FLAGS_OF["plan"]} <= {*flags}
-    assert (flags["--like"], flags["--hardware"]) == ([*RUNTIMES], [*known_hardware()])
-    for section in ("dataloader", "tokenizer", "validator.dataloader"):
-        assert flags[f"--{section}.dataset"] == [*DATASETS]
-    assert {"none", "budget", "full"} <= {*flags["--activation_checkpoint.type"]}
-    assert "overlap_fsdp" in flags["--compile.disable_passes"]
-
-
 def test_unknown_commands_are_told_the_nearest(capsys):
     code, out, err = run(capsys, "frain")
     assert (code, out) == (2, "") and "no command frain; did you mean 'train'?" in err

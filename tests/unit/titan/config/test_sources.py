@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from graph_trainer.core import toml_file
-from graph_trainer.core.config_names import find_config
+from graph_trainer.core import shipped_configs
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.build import merge
 from graph_trainer.titan.config.check import check_config
+from graph_trainer.titan.config.config_names import find_config
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
@@ -92,12 +92,12 @@ def test_all_names_of_a_config_are_the_same_config(module, name):
 
 def test_installed_configs_come_before_a_checkouts(tmp_path, monkeypatch):
     installed = tmp_path / "graph_trainer"
-    monkeypatch.setattr(toml_file, "_PACKAGE", installed)
+    monkeypatch.setattr(shipped_configs, "_PACKAGE", installed)
     for place in (installed, tmp_path):
         shutil.copytree(ROOT / "configs", place / "configs")
     assert find_config("graph_trainer.llama3", "8b", list) == installed / "configs/llama3/8b.toml"
     folders = [place / "configs/llama3" for place in (installed, tmp_path)]
-    assert toml_file.config_folders("llama3") == folders
+    assert shipped_configs.config_folders("llama3") == folders
 
 
 def test_flags_beat_file_beats_base_beats_defaults(tmp_path):

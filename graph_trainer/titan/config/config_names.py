@@ -1,15 +1,14 @@
-"""Which module of configs, and which of its configs, a name means; read without torch."""
+"""Which module of configs, and which of its configs, a name means."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from graph_trainer.core.shipped_configs import config_folders
 from graph_trainer.core.suggest import GUESS, did_you_mean
-from graph_trainer.core.toml_file import config_folders
 from graph_trainer.errors import ConfigError
 
 DEFAULT_MODULE = "graph_trainer.llama3"
@@ -18,19 +17,8 @@ DEFAULT_CONFIG = "debugmodel"
 
 def known_modules() -> list[str]:
     """Return the packages of configs that graph_trainer has itself."""
-    registries = Path(__file__).parents[1].glob("*/config_registry.py")
+    registries = Path(__file__).parents[2].glob("*/config_registry.py")
     return sorted(f"graph_trainer.{each.parent.name}" for each in registries)
-
-
-def may_be_imported(module: str) -> bool:
-    """Tell whether a module of configs may be there, by the first part of its name: what finds a
-    package inside another imports that."""
-    if not all(part.isidentifier() for part in module.split(".")):
-        return False
-    first = module.partition(".")[0]
-    if f"graph_trainer.{module}" in known_modules() or Path.cwd().name == module:
-        return True
-    return importlib.util.find_spec(first) is not None
 
 
 def no_such_module(asked: str, name: str) -> ConfigError:

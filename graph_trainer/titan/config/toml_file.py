@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from graph_trainer.core.suggest import nearest
 from graph_trainer.errors import ConfigError
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def config_folders(name: str = "") -> list[Path]:
-    """List the folders `name` of configs/ that are there: the installed copy, then a checkout's."""
-    folders = (each / "configs" / name for each in (_PACKAGE, _PACKAGE.parent))
-    return [folder for folder in folders if folder.is_dir()]
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
@@ -56,7 +48,7 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
             that is valid and has no use.
     """
     try:
-        table = tomllib.loads(text)
+        table = tomli.loads(text)
         level: list[Any] = [table]
         for _ in range(100):  # levels; what reads a table has an end to its stack
             inside: list[Any] = []
@@ -72,8 +64,8 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
             if not level:
                 return table
         raise RecursionError
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(_syntax_error(what, text, str(error))) from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(what, error)) from None
     except RecursionError:
         raise ConfigError(f"{what}: nested too deeply to be read. Flatten it.") from None
     except ValueError:  # Python refuses to convert thousands of digits
@@ -82,17 +74,13 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         ) from None
 
 
-def _syntax_error(what: str, text: str, message: str) -> str:
-    lines = text.split("\n")
-    message, _, place = message.rpartition(" (at ")
-    numbers = re.findall(r"\d+", place)  # none for "end of document"
-    number, column = map(int, numbers or (len(lines), len(lines[-1]) + 1))
-    line = lines[number - 1].rstrip("\r")
-    label = f"  {number} | "
+def _syntax_error(what: str, error: tomli.TOMLDecodeError) -> str:
+    line = error.doc.split("\n")[error.lineno - 1].rstrip("\r")
+    label = f"  {error.lineno} | "
     # A tab stays a tab in front of the caret, so that the caret is below its column.
-    indent = "".join("\t" if c == "\t" else " " for c in line[: column - 1])
+    indent = "".join("\t" if c == "\t" else " " for c in line[: error.colno - 1])
     return (
-        f"{what}, line {number}, column {column}: not valid TOML: {message}.\n"
+        f"{what}, line {error.lineno}, column {error.colno}: not valid TOML: {error.msg}.\n"
         f"{label}{line}\n{' ' * len(label)}{indent}^\n"
         'A line is `key = value`; text stands in quotes ("..."), true and false in lower case, '
         "and each key once."

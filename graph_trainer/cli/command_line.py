@@ -1,0 +1,52 @@
+"""What the commands share of reading a command line and the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pkgutil import resolve_name
+from typing import NoReturn
+
+from graph_trainer.errors import ConfigError
+
+SCHEMA = "--schema"
+DRY_RUN = "--dry-run"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command's own flags, whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError in place of a page of usage."""
+        raise ConfigError(f"{message}. `{self.prog} --help` explains its flags.")
+
+
+def with_names_of_environment(argv: Sequence[str]) -> list[str]:
+    """Return the flags with --module and --config from MODULE and CONFIG where no flag names them.
+
+    A resolved file names its own module, so there is no default here.
+    """
+    words = list(argv)
+    for flag in ("--config", "--module"):
+        value = variable(flag.removeprefix("--").upper())
+        if value and not any(word == flag or word.startswith(f"{flag}=") for word in argv):
+            words[:0] = [flag, value]
+    return words
+
+
+def variable(name: str, default: str = "") -> str:
+    """Read a variable of the environment; an empty one counts as unset."""
+    return os.environ.get(name) or default
+
+
+def import_config_classes() -> None:
+    """Import the classes of configs, torchtitan's with them, in a process that compiles nothing.
+
+    torchtitan compiles FlexAttention as it is imported, for which torch imports Inductor: a quarter
+    of the time in which a mistake is told. No captured step calls it (see `_model_spec`).
+    """
+    from unittest.mock import patch
+
+    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+        resolve_name("graph_trainer.titan.config.run_config")
