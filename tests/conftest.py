@@ -36,6 +36,26 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write what each folder took, below the slowest tests, where tests of several ran.
+
+    Seconds are the sum over tests: with two processes about twice the time that passed.
+    """
+    seconds: dict[str, float] = {}
+    tests: dict[str, set[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                folder = report.nodeid.partition("::")[0].rpartition("/")[0]
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+                tests.setdefault(folder, set()).add(report.nodeid)
+    if len(seconds) > 1:
+        terminalreporter.write_sep("=", "seconds and tests of each folder")
+        for folder in sorted(seconds, key=lambda name: -seconds[name]):
+            line = f"{seconds[folder]:9.2f} s {len(tests[folder]):5} {folder}"
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory) -> Iterator[Any]:
     """Runs a Python program in a process that has imported torch and done nothing else."""

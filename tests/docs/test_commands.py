@@ -1,4 +1,5 @@
-"""The documentation's commands that start ranks, run as written but for two steps."""
+"""The documentation's commands that start ranks: one of a kind is run as written but for two steps,
+the others are configs that load."""
 
 from __future__ import annotations
 
@@ -20,16 +21,12 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 SECONDS = 240
 SHORTER = " --training.steps 2 --metrics.log_freq 1"
 COMMANDS = pages.commands(start_ranks=True)
+OWN_MODEL = "--module mydecoder"
 TRAINING = [c for c in COMMANDS if "./run_train.sh" in c[1] and "--plan" not in c[1]]
-# the debug model in the ways in which the integration tests train it
-OF_THE_MATRIX = [
-    command
-    for block, command in TRAINING
-    if not block.output
-    and re.fullmatch(r"./run_train.sh( --(compile|parallelism)\.\S+ [a-z]\w+)+", command)
-]
+# the run that a page shows, and one of a reader's own model; the integration tests train the others
+RUN = [(block, command) for block, command in TRAINING if block.output or OWN_MODEL in command]
 TESTING = [c for c in COMMANDS if "./run_tests.sh" in c[1]]
-BISECTING = [c[1] for c in COMMANDS if "bisect-passes" in c[1]]
+BISECTING = [c[1] for c in COMMANDS if "bisect-passes" in c[1] and OWN_MODEL not in c[1]]
 
 TABLE = {"after", "capture", *registered_passes()}
 """The first column of the passes' table."""
@@ -87,10 +84,7 @@ def _is_shown(line: str, other: str) -> bool:
     return other.startswith(line[:-3]) if line.endswith("...") else other == line
 
 
-@pytest.mark.parametrize(
-    ("block", "command"),
-    [pytest.param(*c, id=c[1]) for c in TRAINING if c[1] not in OF_THE_MATRIX],
-)
+@pytest.mark.parametrize(("block", "command"), [pytest.param(*c, id=c[1]) for c in RUN])
 def test_a_command_that_trains(block, command, tmp_path):
     output = run(command + SHORTER, pages.workplace(tmp_path))
     lines = lines_of(output)
@@ -106,9 +100,13 @@ def test_a_command_that_trains(block, command, tmp_path):
         assert not missing(wanted, lines), "it shows now:\n" + output
 
 
-@pytest.mark.parametrize("command", OF_THE_MATRIX)
-def test_a_command_that_trains_as_the_matrix_does_is_a_config(command):
-    load_config(shlex.split(command)[1:], world_size=2)
+@pytest.mark.parametrize("command", [c[1] for c in TRAINING if c not in RUN])
+def test_a_command_that_trains_as_others_do_is_a_config(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(pages.workplace(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = shlex.split(command)
+    ranks = words.pop(0).removeprefix("NGPU=") if words[0].startswith("NGPU=") else "2"
+    load_config(words[1:], world_size=int(ranks))
 
 
 def test_one_page_shows_what_training_shows():

@@ -77,16 +77,51 @@ assert "def forward(self" in str(joint)
     example(block.text + checks, tmp_path, fresh)
 
 
+CHEAP = commands(start_ranks=False)
+# one plan of a shipped config and one of a reader's own model are made; the planner's tests make
+# plans like the others
+BEGUN = [
+    command
+    for block, command in CHEAP
+    if " plan " in command and block.page != "README.md" and "--module mydecoder" not in command
+]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("block", "command"), [pytest.param(*c, id=c[1]) for c in commands(start_ranks=False)]
+    ("block", "command"), [pytest.param(*c, id=c[1]) for c in CHEAP if c[1] not in BEGUN]
 )
-def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path):
-    printed = run(["bash", "-c", command], workplace(tmp_path))
-    assert any(printed)
+def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path, fresh):
+    folder = workplace(tmp_path)
     if block.output:
         assert block.commands == [command], "a block with an output has one command"
+        printed = run(["bash", "-c", command], folder)
         assert printed == block.output, "it prints now:\n" + "\n".join(printed)
+        return
+    _, *words = shlex.split(command)
+    done = fresh("-m", "graph_trainer", *words, folder=folder)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", BEGUN)
+def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, monkeypatch):
+    from graph_trainer.cli import main as cli
+    from graph_trainer.cli import plan_command
+    from graph_trainer.planner import changes
+
+    class WorkBegins(Exception):
+        pass
+
+    def begin(*args, **how):
+        raise WorkBegins
+
+    monkeypatch.setattr(plan_command, "make_plan", begin)
+    monkeypatch.setattr(changes, "plan_each", begin)
+    monkeypatch.chdir(workplace(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(WorkBegins):
+        cli.main(shlex.split(command)[1:])
 
 
 @pytest.mark.parametrize("block", of_kind("toml"))

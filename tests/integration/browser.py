@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from pathlib import Path
@@ -102,42 +101,9 @@ class Browser:
         """The mouse, quick."""
         return ActionChains(self.driver, duration=50)
 
-    def contrast(self, selector: str) -> float:
-        """Return the contrast of an element's text to the page, as WCAG counts it."""
-        script = """
-            return [getComputedStyle(document.querySelector(arguments[0])).color,
-                    getComputedStyle(document.body).backgroundColor]
-        """
-        return _contrast(*self.js(script, selector))
-
-    def contrast_of(self, one: str, other: str) -> float:
-        """Return the contrast of two colours of the style sheet to each other."""
-        script = """
-            const probe = document.createElement("i"); document.body.append(probe);
-            const found = [...arguments].map((name) => {
-                probe.style.color = `var(${name})`; return getComputedStyle(probe).color;
-            });
-            probe.remove(); return found;
-        """
-        return _contrast(*self.js(script, one, other))
-
     def close(self) -> None:
         """End the browser and its driver."""
         self.driver.quit()
-
-
-def _contrast(*colours: str) -> float:
-    """Return the contrast of two colours, such as "rgb(20, 23, 26)"."""
-
-    def luminance(colour: str) -> float:
-        linear = [
-            c / 255 / 12.92 if c <= 0.04045 * 255 else ((c / 255 + 0.055) / 1.055) ** 2.4
-            for c in map(float, re.findall(r"[\d.]+", colour)[:3])
-        ]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    high, low = sorted(map(luminance, colours), reverse=True)
-    return (high + 0.05) / (low + 0.05)
 
 
 def hover(browser: Browser, plot: str, selector: str, right: int = 0) -> tuple[Any, str]:

@@ -37,7 +37,6 @@ from tests.integration.matrix import (
     FSDP4,
     HSDP2X2_TP2,
     Flags,
-    replicate,
     rows,
     shard,
 )
@@ -70,11 +69,15 @@ MESHES: dict[str, tuple[Flags, str]] = {
     "fsdp2_tp2": (FSDP2_TP2 | FP32, "always"),
     "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, "always"),
     "ddp4": (DDP4 | FP32, "never"),
-    "ddp2": (replicate(2) | shard(1) | rows(4) | FP32, "never"),
 }
 """Flags, and the policy that reshards after forward."""
-# What each strategy does is seen on meshes of one axis.
-FEWER = {"fsdp2_tp2": ("none", "auto", "default"), "hsdp2x2_tp2": ("none", "default")}
+# What each strategy does is seen on one mesh; each is run on another one as well.
+FEWER = {
+    "fsdp3": ("none", "size", "default"),
+    "fsdp2_tp2": ("none", "auto", "default"),
+    "hsdp2x2_tp2": ("none", "default"),
+    "ddp4": ("none", "transformer_block", "bitwise"),
+}
 RUNS = [(mesh, name) for mesh in MESHES for name in FEWER.get(mesh, tuple(VARIANTS))]
 """Every mesh with the variants that run on it."""
 RANKS = {
@@ -83,7 +86,6 @@ RANKS = {
     "ddp4": 4,
     "fsdp2_tp2": 4,
     "hsdp2x2_tp2": 8,
-    "ddp2": 2,
 }
 
 

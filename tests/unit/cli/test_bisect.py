@@ -65,13 +65,6 @@ def test_the_table_fits_and_says_what_where_and_how_much():
     assert "[0]" in joined and "(3,)float32insteadof(4,)float32" in joined
 
 
-def test_the_earliest_node_of_any_rank_is_named():
-    late, early = found_node(), found_node(position=2, name="add")
-    verdict = Verdict(long_verdict().prefixes, 3, [None, late, early])
-    assert verdict.first_node is early
-    assert "ranks 1, 2" in shown(verdict)
-
-
 def test_a_verdict_survives_its_file():
     verdict = long_verdict()
     again = TypeAdapter(Verdict).validate_json(json.dumps(asdict(verdict)))
@@ -118,7 +111,6 @@ def test_the_exit_code_says_what_was_found(launched, capsys):
     ("flags", "words"),
     [
         (["--training.stepz", "3"], ["training.steps?"]),
-        (["--compile.mode", "eager"], ["compile.mode is 'eager'", "aot_fx_trace"]),
         (["--compile.passes", "nothing"], ["compile.passes", "nothing"]),
     ],
 )
@@ -127,11 +119,3 @@ def test_bad_input_starts_no_ranks(flags, words, launched, capsys):
     assert code == 2 and not started
     err = capsys.readouterr().err
     assert all(word in err for word in words) and "Traceback" not in err
-
-
-def test_help_teaches(launched, capsys):
-    code, started = launched(None, "--help")
-    out = capsys.readouterr().out
-    assert code == 0 and not started and max(map(len, out.splitlines())) <= 100
-    for word in ("Exit code", "NGPU", "--config", "bit by bit"):
-        assert word in out

@@ -76,14 +76,8 @@ def test_two_ranks_on_a_machine_that_says_nothing(prepare: Prepare) -> None:
     ("gpus", "environment", "flags", "ranks"),
     [
         (3, {}, [], 3),
-        (8, {"NGPU": "4"}, [], 4),
         (0, {"NGPU": "4"}, [], 4),
-        (0, {"NGPU": ""}, [], 2),
         (0, {"NNODES": "2", "RDZV_ENDPOINT": "a:1"}, [SHARD, "4"], 2),
-        (8, {"NNODES": "2", "RDZV_ENDPOINT": "a:1"}, [SHARD, "16"], 8),
-        (0, {}, [TP, "2"], 2),
-        (0, {}, [REPLICATE, "3"], 3),
-        (0, {}, [SHARD, "1"], 1),
         (0, {}, [SHARD, "4", TP, "2"], 8),
     ],
 )
@@ -121,7 +115,7 @@ def test_the_environment_names_module_and_config_where_no_flag_does(
 
 @pytest.mark.parametrize(
     ("ranks", "said", "threads"),
-    [("2", "", "4"), ("3", "", "2"), ("16", "", "1"), ("1", "", None), ("2", "7", None)],
+    [("3", "", "2"), ("16", "", "1"), ("1", "", None), ("2", "7", None)],
 )
 def test_ranks_share_the_cores(
     prepare: Prepare, ranks: str, said: str, threads: str | None
@@ -137,12 +131,11 @@ def test_gpu_memory_grows_in_segments_unless_the_user_says_otherwise(prepare: Pr
     assert name not in prepare(gpus=2, PYTORCH_ALLOC_CONF="backend:native").environment
 
 
-@pytest.mark.parametrize(("node", "host"), [("0", 1), ("1", 0)])
-def test_several_machines(prepare: Prepare, node: str, host: int) -> None:
+def test_several_machines(prepare: Prepare) -> None:
     assert not any("is_host" in word for word in prepare(**SEVERAL).arguments)
-    arguments = prepare(**SEVERAL, NODE_RANK=node, LOG_RANK="0,1").arguments
+    arguments = prepare(**SEVERAL, NODE_RANK="1", LOG_RANK="0,1").arguments
     for word in (
-        *("--nnodes=2", f"--node_rank={node}", f"--rdzv_conf=is_host={host}"),
+        *("--nnodes=2", "--node_rank=1", "--rdzv_conf=is_host=0"),
         *("--rdzv_endpoint=first:29500", "--local-ranks-filter=0,1"),
     ):
         assert word in arguments
@@ -171,13 +164,8 @@ def test_restarts_go_on_from_a_checkpoint(prepare: Prepare, tmp_path: Path) -> N
     [
         ({"NGPU": "two"}, "NGPU = 'two': the number of ranks on this machine is a whole number, 1"),
         ({"NGPU": "0"}, "NGPU = '0'"),
-        ({"NGPU": "08"}, "NGPU = '08'"),
-        ({"NGPU": "-1"}, "NGPU = '-1'"),
-        ({"NNODES": "1:4"}, "NNODES = '1:4'"),
         ({"NNODES": "2"}, "RDZV_ENDPOINT is not set. Set it to host:port"),
         (SEVERAL | {"NODE_RANK": "2"}, "NODE_RANK = 2, but NNODES = 2"),
-        ({"NODE_RANK": "x"}, "NODE_RANK = 'x'"),
-        ({"MAX_RESTARTS": "always"}, "MAX_RESTARTS = 'always'"),
     ],
 )
 def test_a_bad_variable_is_named_before_anything_is_read(
@@ -191,7 +179,7 @@ def test_a_bad_variable_is_named_before_anything_is_read(
         prepare(**environment)
 
 
-@pytest.mark.parametrize("shown", ["2", "0,2", "a", "0,", "-1", "²"])
+@pytest.mark.parametrize("shown", ["0,2", "a"])
 def test_ranks_to_show_that_are_not_there(prepare: Prepare, shown: str) -> None:
     assert "--local-ranks-filter=1, 0" in prepare(NGPU="2", LOG_RANK="1, 0").arguments
     with pytest.raises(ConfigError, match=f"LOG_RANK = '{shown}'.*Write numbers from 0 to 1,"):
@@ -252,7 +240,7 @@ def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     assert capsys.readouterr().err == ("ended by SIGTERM, and all ranks with it\n" if error else "")
 
 
-@pytest.mark.parametrize("ends", ["line", "phase", "error"])
+@pytest.mark.parametrize("ends", ["phase", "error"])
 def test_a_terminal_shows_what_rank_0_does_until_its_next_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: str
 ) -> None:
@@ -400,14 +388,7 @@ def test_a_rank_that_ended_without_a_word(
     [
         ("dump_folder", "file/run", []),
         ("dump_folder", ".", []),  # a file has the name of its structured_logs
-        ("metrics.save_tb_folder", "../file", ["--dump_folder", "new"]),
         ("checkpoint.folder", "../file/x", ["--dump_folder", "new", "--checkpoint.enable"]),
-        ("comm.save_traces_folder", "../file", ["--dump_folder", "new"]),
-        (
-            "profiler.save_memory_snapshot_folder",
-            "../file",
-            ["--dump_folder", "new", "--profiler.enable_memory_snapshot"],
-        ),
         (
             "profiler.save_traces_folder",
             "../file",
@@ -439,7 +420,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_ranks_start(
     [
         (4, 0, 4, "each needs a GPU, of which there are 4"),
         (0, 2 * GIB, 5, "each takes 0.4 GiB before its model, and 2.00 GiB are free"),
-        (0, GIB // 8, 2, "0.125 GiB are free"),
     ],
 )
 def test_more_ranks_than_a_machine_can_hold_are_refused(
@@ -534,8 +514,6 @@ def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
     "command",
     [
         ["train"],
-        pytest.param(["train", "--dry-run"], marks=pytest.mark.full),
-        pytest.param(["config"], marks=pytest.mark.full),
         pytest.param(["plan", "--world-size", "2"], marks=pytest.mark.full),
     ],
 )

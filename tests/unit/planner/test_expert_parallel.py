@@ -33,7 +33,6 @@ AC = "--activation_checkpoint.type"
 MESHES = {
     "ep2": [DEGREE, "2"],
     "ep4": [DEGREE, "4"],
-    "ep2_tp2": [DEGREE, "2", TENSOR, "2"],
     "ep4_tp2": [DEGREE, "4", TENSOR, "2"],
     "ep2_hsdp": [DEGREE, "2", REPLICATE, "2"],
 }
@@ -87,7 +86,7 @@ def test_the_order_is_proved_after_all_passes_and_experts_travel_alone(flags):
             of_experts = {"inner_experts" in name for name in c.parameters}
             assert len(of_experts) <= 1, c.describe()
         merged = [c for c in found if len(c.parameters) > 1 and "inner_experts" in c.parameter]
-        assert bool(merged) == (flags in (MESHES["ep2"], MESHES["ep2_tp2"], MESHES["ep2_hsdp"]))
+        assert bool(merged) == (flags in (MESHES["ep2"], MESHES["ep2_hsdp"]))
     assert prove_order(sequences).ranks == RANKS
 
 

@@ -19,24 +19,17 @@ ROW = "[[activation]]\nmodule = 'a'\nop = 'b'\n"
     ("text", "said"),
     [
         ("", "activation: Field required"),
-        ("activation = 3", "activation = 3: Input should be a valid list"),
-        ("activation = [3]", "activation.0 = 3: Input should be"),
         ("[[activations]]\nx = 1", "activations = .*did you mean activation?"),
         (ROW + "nth = 0\nkeep_on = []", "activation.0.keep_on = .*did you mean keep_in?"),
         (ROW + "keep_in = []", "activation.0.nth: Field required"),
-        (ROW + "keep_in = []\nnth = true", "activation.0.nth = true: .*integer"),
         (ROW + "keep_in = []\nnth = -1", "activation.0.nth = -1: .*greater than or equal to 0"),
-        (ROW + "nth = 0\nkeep_in = [3]", "activation.0.keep_in.0 = 3: .*string"),
         (ROW + "nth = 0\nkeep_in = 'layers.0'", "activation.0.keep_in = \"layers.0\": .*list"),
         (ROW + "nth = 0\nkeep_in = []\n[[offload_inputs_of]]", "offload_inputs_of.0 = {}: "),
-        (ROW + "nth = 0\nkeep_in = []\nmib = 'x'", "activation.0.mib = \"x\": .*number"),
         (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds = nan: .*finite"),
         (2 * (ROW + "nth = 0\nkeep_in = []\n"), "activation.1 is the same op as activation.0"),
-        (ROW + "nth = 0\nkeep_in = []\n[keep_unsharded]", "keep_unsharded = {}: .*list"),
         *(
             (f"{ROW}nth = 0\nkeep_in = ['{name}']", f"keep_in = .*'{re.escape(name)}' is not")
-            for name in ("layers.5-2", "layers.-1", "layers.0-", "layers.-3-1", "layers.*", "",
-                         "layers", "layers.0-99999999999", "layers.0-00", "9" * 6 + "-1")
+            for name in ("layers.5-2", "layers.*", "layers", "layers.0-99999999999")
         ),
     ],
 )  # fmt: skip

@@ -50,12 +50,8 @@ def test_a_routing_is_read(tmp_path):
     ("content", "said"),
     [
         ("{", "Invalid JSON"),
-        ("[]", "Input should be an object"),
         (document(schema="another/2"), 'schema = "another/2": Input should be'),
         (document(world_size="2"), 'world_size = "2": Input should be a valid integer'),
-        (document(extra=1), "extra = 1: Extra inputs are not permitted"),
-        (document(microbatches=[]), "microbatches = []: List should have at least 1 item"),
-        (document(microbatches=[microbatch(tokens=[[1.5]])]), "microbatches.0.tokens.0.0 = 1.5"),
         (
             document(microbatches=[microbatch(tokens=[[-1, 1, 1, 1], [1, 1, 1, 1]])]),
             "microbatches.0.tokens.0.0 = -1: Input should be greater than or equal to 0",
@@ -65,10 +61,6 @@ def test_a_routing_is_read(tmp_path):
             "microbatches.1.tokens: it must have 2 layers of 4 numbers",
         ),
         (
-            document(microbatches=[microbatch(received=[[1], [1]])]),
-            "microbatches.0.received: it must have 2 layers of 2 numbers",
-        ),
-        (
             document(microbatches=[microbatch(tokens=[[1, 1, 1, 1], [0, 0, 0, 0]])]),
             "microbatches.0.tokens: a layer has no token",
         ),
@@ -76,7 +68,6 @@ def test_a_routing_is_read(tmp_path):
             document(microbatches=[microbatch(received=[[8, 4], [12, 1]])]),
             "microbatches.0: tokens and received have different sums in a layer",
         ),
-        (document(microbatches=[microbatch(tokens=[], received=None)]), "2 layers of 0 numbers"),
         (
             document(layers=["layers.0", "layers.1"]),
             "layers = layers.0 and layers.1, and the model has experts in layers.1 and layers.2",

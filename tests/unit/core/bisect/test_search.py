@@ -29,12 +29,8 @@ NAN, INF = math.nan, math.inf
         (torch.ones(2, 3), torch.ones(3, 2), False),
         (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
         (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous(), True),
-        (torch.arange(6).view(2, 3), torch.arange(6).view(2, 3).flip(0), False),
-        (torch.ones(0, 3), torch.ones(0, 3), True),
-        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0]).bfloat16(), True),
         ((torch.ones(1), None), [torch.ones(1), None], True),
         ((torch.ones(1), 2), (torch.ones(1), 3), False),
-        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
         (torch.tensor([True, False]), torch.tensor([True, True]), False),
     ],
 )

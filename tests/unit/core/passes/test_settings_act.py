@@ -248,6 +248,8 @@ ASKED = {
     "bitwise": (NEVER, [True], reductions),
 }
 """By setting: a config, its values, and what they change in a graph."""
+ACTING = ("tag_activations", "plan_memory", "tag_fsdp_unshards", "rematerialize", "tag_buckets")
+"""Passes that carry out a setting, and tag_buckets, which no setting needs."""
 ELSEWHERE = {
     *("memory_table", "allow_offload"),  # with the policies that read them
     *("hardware", "memory_limit_gib", "other_memory"),  # the pipeline's own, whatever the list
@@ -295,7 +297,7 @@ def test_without_any_one_pass_a_value_is_refused_or_acts_as_before(setting, valu
     neutral = carried_out(joint, ASKED[setting][0])
     acts = effect(whole) != effect(neutral)
     assert acts or value in ("never", "none", "user", (), 2), "nothing to lose"
-    for name in BY_DEFAULT:
+    for name in ACTING:
         try:
             made = carried_out(joint, replace(config, disable_passes=[name]))
         except gt.PassError as error:

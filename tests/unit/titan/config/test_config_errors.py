@@ -66,16 +66,9 @@ def test_a_tab_in_front_of_the_caret_stays_a_tab(tmp_path):
     [
         b"\xff\xfe",
         b"a = " + b"[" * 3000,
-        b"a = " + b"{a = " * 3000 + b"1" + b"}" * 3000,
         b".".join([b"a"] * 20_000) + b" = 1",
-        b"[" + b".".join([b"a"] * 20_000) + b"]",
-        b".".join([b"training", *[b"a"] * 900]) + b" = 1",
         b"training.steps = " + b"9" * 5000,
-        b"training.steps = -" + b"9" * 5000,
-        b"training.steps = 0x" + b"f" * 5000,
-        b"a = [[0b" + b"1" * 20_000 + b"]]",
         b"lr_scheduler.min_lr_factor = 1e" + b"9" * 5000,
-        b"lr_scheduler.min_lr_factor = " + b"9" * 5000 + b".5",
         b"a = 1979-05-27T00:00:00+99:99",
         b'a = "\\ud800"',
         b"a = 1\rb = 2",
@@ -253,7 +246,7 @@ def config():
     return load_config([])
 
 
-@examples(300)
+@examples(100)
 @given(data=st.data())
 def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
     """Known sections with known and unknown keys, any value anywhere."""
@@ -283,7 +276,7 @@ def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
 NAMES = st.sampled_from(["llama3", "graph_trainer.llama3", "llama3_8b", "json", "a.b", "..", ""])
 
 
-@examples(40)
+@examples(15)
 @given(base=NAMES | TOML, module=NAMES | TOML)
 def test_whatever_base_and_module_a_file_names_it_is_loaded_or_refused(base, module):
     import tempfile
@@ -300,7 +293,7 @@ def test_whatever_base_and_module_a_file_names_it_is_loaded_or_refused(base, mod
             assert str(path) in str(e)
 
 
-@examples(200)
+@examples(50)
 @given(st.text(st.characters(codec="utf-8"), max_size=40) | st.binary(max_size=40))
 def test_whatever_bytes_a_file_has_it_is_read_or_refused(content):
     import tempfile

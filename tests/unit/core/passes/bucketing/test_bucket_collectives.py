@@ -1,6 +1,7 @@
 """Merged collectives: fewer of them, the same numbers, and never one with what it waits for."""
 
 import functools
+from itertools import cycle
 
 import pytest
 import torch
@@ -56,18 +57,21 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
+DECODERS = (
+    {"world": 3},
+    {"tied": True},
+    {"checkpointed": True, "fsdp": {"mp_policy": BF16}},
+    {"policy": "never", "fsdp": {"mp_policy": BF16, "gradient_divide_factor": 1.0}},
+    {"world": 3, "rank": 2, "fsdp": {"mp_policy": BF16}},
+)
+
+
 @pytest.mark.parametrize(
-    "decoder",
+    ("decoder", "options"),
     [
-        {},
-        {"world": 3},
-        {"tied": True},
-        {"checkpointed": True, "fsdp": {"mp_policy": BF16}},
-        {"policy": "never", "fsdp": {"mp_policy": BF16, "gradient_divide_factor": 1.0}},
-        {"world": 3, "rank": 2, "fsdp": {"mp_policy": BF16}},
+        *(({}, options) for options in STRATEGIES.values()),
+        *zip(DECODERS, cycle(STRATEGIES.values()), strict=False),
     ],
-    ids=["plain", "uneven", "tied", "checkpointed", "bfloat16", "last_rank"],
 )
 def test_fewer_collectives_and_the_same_numbers(decoder, options):
     joint = prepared(layers=3, **decoder)

@@ -60,7 +60,7 @@ def every_choice(ops):
 
 
 @given(blocks(), st.sampled_from([0.0, 1.0, 300.0, 1000.0, 2500.0, 1e9]))
-@examples(150)
+@examples(60)
 def test_no_choice_is_better_at_any_price(ops, price):
     found = solve(ops, mib=price, nanoseconds=1.0)
     assert found.nanoseconds == nanoseconds(ops, found.saved)
@@ -73,7 +73,7 @@ def test_no_choice_is_better_at_any_price(ops, price):
 
 
 @given(blocks())
-@examples(100)
+@examples(40)
 def test_the_frontier_has_every_corner_of_the_hull(ops):
     found = frontier(ops)
     everything = list(every_choice(ops))
@@ -91,7 +91,7 @@ def test_the_frontier_has_every_corner_of_the_hull(ops):
 
 
 @given(blocks(), st.sampled_from([0, MIB, 2 * MIB]))
-@examples(60)
+@examples(25)
 def test_between_two_corners_are_the_fastest_of_their_bytes(ops, apart):
     everything = list(every_choice(ops))
     corners = frontier(ops)

@@ -59,7 +59,7 @@ def test_a_graph_in_regions_is_the_graph(program):
 
 
 @pytest.mark.full
-@examples(12, suppress_health_check=list(HealthCheck))
+@examples(4, suppress_health_check=list(HealthCheck))
 @given(program=programs)
 @example(program=[("transpose", 0, 0, 0), ("sin", 0, 0, 0), ("write", 1, 2, 0)])
 def test_a_compiled_graph_is_close_to_the_graph(program):
