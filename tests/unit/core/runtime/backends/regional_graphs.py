@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from graph_trainer.testing import Builder
 from tests.unit.graphs import ALL_REDUCE, aten, c10d
 
+
 def as_it_stands(module, examples):
     """In place of Inductor: the ops of the region one by one."""
 
