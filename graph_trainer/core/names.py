@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 # Names that wrappers put into FQNs; checkpoints and users know parameters without them.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
@@ -9,6 +11,14 @@ _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_modu
 def clean_fqn(fqn: str) -> str:
     """Remove the names of checkpoint and compile wrappers from an FQN."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_NAMES)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that checkpoint and compile wrappers are around, itself without any."""
+    for name, child in module.named_children():
+        if name in _WRAPPER_NAMES:
+            return unwrapped(child)
+    return module
 
 
 def without_layer(fqn: str) -> str:

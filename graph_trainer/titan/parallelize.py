@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from graph_trainer.core.names import unwrapped
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
@@ -102,12 +105,30 @@ def parallelize_decoder(
     initialize = model.init_states
 
     def init_states(*, buffer_device: torch.device | None = None) -> None:
-        # what the model writes are shards, with the same numbers on any mesh
-        with sharded_parameters(), SameOnAnyMesh():
+        # what the model writes are shards, with the same numbers on any mesh and under any policy
+        with sharded_parameters(), SameOnAnyMesh(), without_wrappers(model):
             initialize(buffer_device=buffer_device)  # type: ignore[operator]
 
     model.init_states = init_states  # type: ignore[assignment]
     return model
+
+
+@contextlib.contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """While entered, blocks are in the place of their checkpoint wrappers.
+
+    torchtitan's `init_states` draws what is inside a wrapper after all its siblings, so that the
+    initial values of every block would depend on which blocks are wrapped.
+    """
+    children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
+    wrapped = [entry for entry in children if unwrapped(entry[-1]) is not entry[-1]]
+    for parent, name, wrapper in wrapped:
+        parent.register_module(name, unwrapped(wrapper))
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in wrapped:
+            parent.register_module(name, wrapper)
 
 
 def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -> nn.Module:

@@ -41,6 +41,10 @@ class Case:
     ranks: int = 3
     """How many ranks run it; those with `shard` for a mesh of 2 x 2 need four, others any."""
     policies: tuple[str, ...] = POLICIES
+    activation: str = "none"
+    """The activation policy of the captured steps."""
+    in_regions: bool = False
+    """Whether captured steps run as the regional backend cuts them, ops one by one."""
     global_batch: bool = False
     """Whether to compare with one rank on the global batch too."""
     batch_ranks: int | None = None
@@ -197,6 +201,48 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class Shared(nn.Module):
+    """One block after a norm, an op of several results, which runs `repeats` times."""
+
+    def __init__(self, repeats: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(8), Block(8, 0.0, False))])
+        self.head = nn.Linear(8, 20)
+        self.repeats = repeats
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for _ in range(self.repeats):
+            x = self.layers[0](x)
+        return self.head(x)
+
+
+def preference(model: nn.Module, chosen: torch.Tensor, *rejected: torch.Tensor) -> torch.Tensor:
+    """Two forwards or more in one loss: the first text above all others."""
+    score = model(chosen).log_softmax(-1)[..., 0].sum()
+    margins = [score - model(other).log_softmax(-1)[..., 0].sum() for other in rejected]
+    return -F.logsigmoid(torch.stack(margins)).sum()
+
+
+def texts(count: int) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        return tuple(torch.randint(20, (2, 5), generator=generator) for _ in range(count))
+
+    return make
+
+
+def generation(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Two tokens one after the other, each chosen by a forward of all before it."""
+    loss = ids.new_zeros((), dtype=torch.float32)
+    for _ in range(2):
+        logits = model(ids)[:, -1]
+        token = logits.argmax(-1, keepdim=True)
+        loss = loss - logits.log_softmax(-1).gather(-1, token).sum()
+        ids = torch.cat([ids, token], 1)
+    return loss
+
+
 def tensor_parallel(model: nn.Module) -> nn.Module:
     """2 x 2: tensor parallelism over sizes it does not divide, then FSDP."""
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
@@ -235,6 +281,31 @@ CASES = {
         ranks=4,
         global_batch=True,
         batch_ranks=2,
+    ),
+    "two_forwards": Case(
+        build=lambda: Shared(2),
+        loss=preference,
+        batch=texts(2),
+        policies=("never",),
+        activation="selective",
+        in_regions=True,
+    ),
+    "three_forwards": Case(
+        build=lambda: Shared(1),
+        loss=preference,
+        batch=texts(3),
+        policies=("always",),
+        activation="full",
+    ),
+    "generation": Case(
+        build=lambda: Shared(1),
+        loss=generation,
+        batch=texts(1),
+        shard=hybrid,
+        ranks=4,
+        policies=("never",),
+        activation="layers",
+        in_regions=True,
     ),
     "hybrid_odd": Case(
         build=Odd, loss=squares, batch=vectors, shard=hybrid, ranks=4, policies=("always", "never")

@@ -18,16 +18,18 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role, is_backward
 from graph_trainer.core.graph.ops import is_collective, is_random, is_wait
+from graph_trainer.core.runtime.backends.regional.backend import compile_graph
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.public_api_cases import CASES, DEVICE, Batch, Case, fully_sharded
+from tests.unit.core.runtime.backends.regional_graphs import as_it_stands
 
 STEPS = 3
 LEARNING_RATE = 0.1
@@ -111,12 +113,19 @@ def train_eagerly(case: Case) -> Run:
     return run
 
 
+def prepared(case: Case, policy: str, model: nn.Module) -> gt.JointGraph:
+    joint = gt.capture(model, case.loss, next(batches(case)))
+    config = gt.PassConfig(reshard_after_forward=policy, activation_policy=case.activation)
+    gt.run_passes(joint, config)
+    return joint
+
+
 def train_captured(case: Case, policy: str) -> tuple[Run, gt.Step]:
     run = Run(sharded(case))
-    first = next(batches(case))
-    joint = gt.capture(run.model, case.loss, first)
-    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
+    joint = prepared(case, policy, run.model)
     compiled = gt.compile(joint)
+    if case.in_regions:
+        compiled = gt.Step(joint, compile_graph(joint, as_it_stands))
     for step, batch in enumerate(batches(case)):
         seed_step(step)
         loss, gradients = compiled(run.model, *batch)
@@ -128,9 +137,7 @@ def train_captured(case: Case, policy: str) -> tuple[Run, gt.Step]:
 def train_partitioned(case: Case, policy: str) -> Run:
     """By a loop of the caller's own: `loss.backward()`, of half the loss twice."""
     run = Run(sharded(case))
-    joint = gt.capture(run.model, case.loss, next(batches(case)))
-    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
-    module = gt.partition(joint)
+    module = gt.partition(prepared(case, policy, run.model))
     for step, batch in enumerate(batches(case)):
         seed_step(step)
         loss = module(*batch)
@@ -217,6 +224,34 @@ def run_case(case: Case) -> dict[str, Any]:
     return result
 
 
+def reduced_in_reduce_dtype() -> dict[str, Any]:
+    """A norm that tensor parallelism replicates, with part of the rows on each rank: its gradient,
+    eager and captured, beside the float32 sum over all ranks of what each computes in bfloat16."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    norm, alone = nn.RMSNorm(64), nn.RMSNorm(64).to(DEVICE, torch.bfloat16)
+    weight = torch.ones(64, device=DEVICE)
+    norm.weight = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Replicate()]))
+    dtypes = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = gt.simple_fsdp(norm, mesh["dp"], mp_policy=dtypes, gradient_divide_factor=1.0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(16, 64, generator=generator).to(DEVICE, torch.bfloat16)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows = DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)
+        return model(rows).to_local().float().square().sum()
+
+    loss_fn(model, x).backward()
+    eager = dict(model.named_parameters())["weight"].grad
+    _, captured = gt.compile(gt.capture(model, loss_fn, (x,)))(model, x)
+    alone(x).float().square().sum().backward()
+    expected = alone.weight.grad.float()
+    dist.all_reduce(expected)
+    return {
+        "differs": not torch.equal(local(eager), local(captured["weight"])),
+        "error": float((eager.full_tensor() - expected).abs().max() / expected.abs().max()),
+    }
+
+
 def refused_where_a_branch_depends_on_the_rank() -> dict[str, Any]:
     """Rank 1 leaves a layer out: its step gathers less than that of the other ranks."""
     model = fully_sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE))
@@ -280,6 +315,7 @@ def communicates(node: fx.Node) -> bool:
 ALONE = {
     "compiled_by_inductor": compiled_by_inductor,
     "initialised": initialised_as_on_one_rank,
+    "reduce_dtype": reduced_in_reduce_dtype,
     "rank_dependent": refused_where_a_branch_depends_on_the_rank,
 }
 """What is not a case: a function for each name."""

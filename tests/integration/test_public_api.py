@@ -83,6 +83,15 @@ def test_random_initialisation_is_that_of_one_rank(launches: Launches, case: str
         assert result["different"] == []
 
 
+@pytest.mark.parametrize("case", ["reduce_dtype"])
+def test_gradients_are_reduced_over_tensor_parallelism_in_the_reduce_dtype(
+    launches: Launches, case: str
+) -> None:
+    for result in launches(job(case)):
+        assert not result["differs"]
+        assert result["error"] < 2**-20  # of four summands in float32; bfloat16 rounds to 2**-9
+
+
 @pytest.mark.parametrize("case", ["rank_dependent"])
 def test_ranks_compare_before_the_first_step(launches: Launches, case: str) -> None:
     """A hang until the group's time-out otherwise."""

@@ -15,6 +15,7 @@ from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.graph.ops import (
     ValueStorages,
     collective_kind,
+    getitems_of,
     is_getitem,
     runs_once,
     schema_of,
@@ -29,7 +30,7 @@ class Region:
     """Nodes that run as one program: no collective, copy to the host or wait is between them."""
 
     nodes: tuple[fx.Node, ...]
-    """What runs inside, in the order of the graph."""
+    """What runs inside, in the order of the graph but for getitems, which follow their op."""
     inputs: tuple[fx.Node, ...]
     """The nodes outside that it reads, by their first readers; each is one tensor."""
     outputs: tuple[fx.Node, ...]
@@ -47,7 +48,8 @@ def find_regions(graph: fx.Graph) -> list[Region]:
     number, at a write into something that the region did not make, at a shape that is not fixed,
     and where the nodes of another layer or phase begin: layers that are equal then have equal
     regions. No view leaves a region, so that its results share no memory with each other or with
-    its inputs. Parts with fewer than two nodes that a compiler can fuse are left out, and those
+    its inputs; and no tuple does, since the getitems of an op are with it, wherever they are in the
+    graph. Parts with fewer than two nodes that a compiler can fuse are left out, and those
     that read a conjugated view.
     """
     storages = value_storages(graph)
@@ -68,22 +70,24 @@ def _runs(graph: fx.Graph, storages: Mapping[fx.Node, ValueStorages]) -> Iterato
     inside: set[fx.Node] = set()
     run_part: object = None
     for node in compute_nodes(graph):
+        if is_getitem(node):
+            continue  # its op has taken it along
         view = _is_view(node, storages[node])
         if view and not run:
             # no region begins with views: of equal layers one may have them before a collective
             continue
-        fits = node.args[0] in inside if is_getitem(node) else _fits(node, storages, inside)
+        fits = _fits(node, storages, inside)
         part = (phase_of(node), block_of(module_of(node)))
         if fits and (view or part == run_part):
-            run.append(node)
-            inside.add(node)
+            run += (node, *getitems_of(node))
+            inside.update((node, *getitems_of(node)))
             continue
         if view and not fits and inside.isdisjoint(node.all_input_nodes):
             continue  # a view of a value from before the run does not end the run
         yield run
         # a node that fits only because the run made what it views or writes cannot begin a region
         fits = fits and _fits(node, storages, set())
-        run = [node] if fits else []
+        run = [node, *getitems_of(node)] if fits else []
         inside = set(run)
         run_part = part
     yield run

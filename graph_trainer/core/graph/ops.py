@@ -343,6 +343,12 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def getitems_of(node: fx.Node) -> list[fx.Node]:
+    """List the nodes that take a node's results out of their tuple, those of nested tuples too."""
+    direct = [user for user in node.users if is_getitem(user) and user.args[0] is node]
+    return [g for getitem in direct for g in (getitem, *getitems_of(getitem))]
+
+
 Storage = tuple[fx.Node, int]
 """The node that allocates a storage, and the index of the result that lives in it."""
 

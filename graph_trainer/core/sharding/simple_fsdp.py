@@ -43,7 +43,8 @@ class MixedPrecisionPolicy:
     """Dtype that parameters are cast to before they are gathered; None keeps theirs."""
 
     reduce_dtype: torch.dtype | None = None
-    """Dtype that gradients are reduced in; None keeps the gradient's."""
+    """Dtype that gradients are reduced in, over every mesh dimension, those of tensor parallelism
+    included; None keeps the gradient's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,7 @@ class _Sharding:
     def unshard(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the module computes with: gathered, in the policy's dtype."""
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        full = _Unshard.apply(shard, self)
-        if self.tensor_parallel is None:
-            return full
-        mesh, placements, shape, stride = self.tensor_parallel
-        # Shape and stride are given because from_local would infer local size times mesh
-        # size, which is wrong wherever tensor parallelism does not divide.
-        return DTensor.from_local(
-            full, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        return _Unshard.apply(shard, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +91,8 @@ class ShardOver:
 
 
 class _Unshard(torch.autograd.Function):
-    """Cast and all-gather a shard; backward reduces the gradient back to the shard."""
+    """Cast and all-gather a shard; backward reduces the gradient back to the shard. Where tensor
+    parallelism has distributed the parameter, the result and its gradient are DTensors."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
@@ -118,7 +112,15 @@ class _Unshard(torch.autograd.Function):
                 # dense, as the parameter's own layout is, for kernels that read it
                 full = full.movedim(0, sharding.dim).contiguous() if sharding.dim else full
             # autograd needs another tensor than its input where neither op made one
-            return full.view_as(full) if full is shard else full
+            full = full.view_as(full) if full is shard else full
+        if sharding.tensor_parallel is None:
+            return full
+        mesh, placements, shape, stride = sharding.tensor_parallel
+        # Shape and stride are given because from_local would infer local size times mesh
+        # size, which is wrong wherever tensor parallelism does not divide.
+        return DTensor.from_local(
+            full, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -126,6 +128,11 @@ class _Unshard(torch.autograd.Function):
         with annotate(annotation(role=Role.REDUCE_GRAD, parameter=sharding.fqn)):
             if grad.is_floating_point() and sharding.policy.reduce_dtype is not None:
                 grad = grad.to(sharding.policy.reduce_dtype)
+            if isinstance(grad, DTensor):
+                # Here and not in the backward of from_local, which would sum a replicated
+                # parameter's gradient over tensor parallelism before the cast.
+                assert sharding.tensor_parallel is not None
+                grad = grad.redistribute(placements=sharding.tensor_parallel[1]).to_local()
             if sharding.shard_group is not None:
                 # [rows, ...] -> [local rows, ...], summed over the group
                 grad = grad.movedim(sharding.dim, 0) if sharding.dim else grad

@@ -15,7 +15,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
 from graph_trainer.core.graph.ops import storage_roots
-from graph_trainer.core.names import without_layer
+from graph_trainer.core.names import clean_fqn, without_layer
 from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.pipeline import run_passes
@@ -166,6 +166,27 @@ def test_layers_chooses_every_nth_block_counted_from_one(layers, every):
     chosen = every_nth(layers, every)
     assert wrapped == chosen == sorted(int(block.split(".")[1]) for block in tagged)
     assert (layers, every) != (32, 3) or (len(chosen), chosen[0]) == (10, 2)
+
+
+def initial_values(policy, *every):
+    """The whole parameters of five blocks in torchtitan's loop, by name."""
+    flags = ["--compile.mode", "eager", "--activation_checkpoint.type", policy, *every]
+    config = load_config(flags, world_size=1)
+    config.model_spec.model.layers = config.model_spec.model.layers[:5]
+    model = FakeRank(config, 1).model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_states(buffer_device="cpu")
+    wrapped = [isinstance(block, CheckpointWrapper) for block in model.layers.values()]
+    return wrapped, {clean_fqn(n): p.full_tensor() for n, p in model.named_parameters()}
+
+
+def test_initial_values_do_not_depend_on_the_blocks_that_are_wrapped():
+    _, expected = initial_values("none")
+    for every in (2, 3):
+        wrapped, values = initial_values("layers", "--activation_checkpoint.layers", str(every))
+        assert [n for n, is_wrapped in enumerate(wrapped) if is_wrapped] == every_nth(5, every)
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
 def test_a_file_chooses_every_nth_block(tmp_path):

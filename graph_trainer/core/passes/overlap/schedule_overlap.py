@@ -11,7 +11,7 @@ from graph_trainer.core.analysis.collective_purpose import traffic_of
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import is_collective, is_wait
+from graph_trainer.core.graph.ops import getitems_of, is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
@@ -42,8 +42,9 @@ def schedule_overlap(
     not need, and such compute runs while other compute waits (see `Scheduler`).
 
     Changes the order of nodes only, and not that of nodes that write the same memory, draw random
-    numbers or have effects. No gather moves from backward into forward. Gathers keep their order,
-    and so do reductions of whole gradients, and all other collectives.
+    numbers or have effects. The getitems of an op follow it directly. No gather moves from backward
+    into forward. Gathers keep their order, and so do reductions of whole gradients, and all other
+    collectives.
 
     Cannot hang: the ranks of a group have the same schedule graph (see `schedule_graph`) and decide
     alike; where batches or tensor-parallel parts have different sizes, so that ranks would decide
@@ -95,6 +96,10 @@ def schedule_overlap(
     *body, output = [graph.nodes[place] for place in order]
     for node in body:
         output.prepend(node)
+    # an op that moved takes its results along: until the last is taken out, all are alive
+    for node in body:
+        for getitem in reversed(getitems_of(node)):
+            node.append(getitem)
     after = simulated()
     if follows and (new_peak := peak_bytes()) > peak * (1 + options.max_peak_growth):
         joint.remarks.append(

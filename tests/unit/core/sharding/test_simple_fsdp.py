@@ -378,3 +378,24 @@ def test_a_replicated_tensor_parallel_parameter():
     gt.simple_fsdp(model, both["dp"])
     assert model._parameters["weight"].placements == (Shard(0), Replicate())
     assert model.weight.placements == (Replicate(),)
+
+
+def test_a_gradient_is_reduced_over_tensor_parallelism_in_the_reduce_dtype():
+    """Of a norm whose weight is replicated while its rows are split, as by sequence parallelism."""
+    become(0, 4)
+    both, model = dp_and_tp(), nn.RMSNorm(8)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(8), both["tp"], [Replicate()]))
+    policy = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    gt.simple_fsdp(model, both["dp"], mp_policy=policy)
+
+    def loss_fn(model, x):
+        rows = DTensor.from_local(x, both["tp"], [Shard(0)], run_check=False)
+        return model(rows).to_local().sum()
+
+    joint = gt.capture(model, loss_fn, (torch.randn(4, 8, dtype=torch.bfloat16),))
+    found = [(c.kind, c.ranks, c.dtype, c.input_bytes, c.role) for c in collectives(joint)]
+    assert found == [
+        (GATHER, (0, 2), HALF, 8, Role.UNSHARD),
+        (REDUCE, (0, 1), DOUBLE, 64, Role.REDUCE_GRAD),
+        (SCATTER, (0, 2), DOUBLE, 64, Role.REDUCE_GRAD),
+    ]

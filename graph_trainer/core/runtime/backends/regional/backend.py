@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graph_trainer.core.analysis.regions import Region, find_regions
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import aliased_input, written_arguments
+from graph_trainer.core.graph.ops import aliased_input, is_getitem, written_arguments
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
@@ -138,11 +138,12 @@ def _memory(tensor: torch.Tensor) -> StorageWeakRef:
 def _graph_of_calls(
     graph: fx.Graph, regions: Sequence[Region], programs: Sequence[Program]
 ) -> fx.Graph:
-    """Copy a graph with a call of its program for each region, where its last node was."""
+    """Copy a graph with a call of its program for each region, where its last op was."""
     calls = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     inside = {node for region in regions for node in (*region.nodes, *region.after)}
-    ends = {region.nodes[-1]: index for index, region in enumerate(regions)}
+    ops = [[node for node in region.nodes if not is_getitem(node)] for region in regions]
+    ends = {nodes[-1]: index for index, nodes in enumerate(ops)}
 
     def copy(node: fx.Node) -> None:
         made[node] = calls.node_copy(node, made.__getitem__)

@@ -38,7 +38,7 @@ def make_groups() -> dict[tuple[int, ...], str]:
 _OPS = (
     "gather", "gather", "bucket", "use", "use", "reduce", "reduce", "reduce_twice", "reduce_tensor",
     "reduce_late", "reduce_late", "start", "tensor", "tensor", "wait", "add", "relu", "transpose",
-    "split", "write", "random", "sum",
+    "split", "write", "random", "sum", "open", "take", "take",
 )  # fmt: skip
 
 _number = st.integers(0, 99)
@@ -82,6 +82,7 @@ class _Step:
         self.under_way: list[fx.Node] = []
         self.grads: dict[int, fx.Node] = {}
         self.to_start: list[Callable[[], None]] = []
+        self.tuples: list[fx.Node] = []
 
     def value(self, number: int) -> fx.Node:
         return self.values[number % len(self.values)]
@@ -188,6 +189,12 @@ class _Step:
         elif op == "split":
             parts = self.call(aten.split.Tensor, x, 1)
             self.values.append(self.call(operator.getitem, parts, 0))
+        elif op == "open":
+            self.tuples.append(self.call(aten.max.dim, x, 0, True))
+        elif op == "take":  # a result of a tuple that another value of the step may lie before
+            if self.tuples:
+                best = self.call(operator.getitem, self.tuples.pop(two % len(self.tuples)), 0)
+                self.values.append(self.call(aten.add.Tensor, x, best))
         elif op == "write":
             self.values.append(self.call(aten.add_.Tensor, x, 1))
         elif op == "random":

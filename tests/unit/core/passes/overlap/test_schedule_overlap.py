@@ -21,7 +21,7 @@ from graph_trainer.core.graph.annotations import (
     parameter_of,
     role_of,
 )
-from graph_trainer.core.graph.ops import is_wait, storage_roots, written_arguments
+from graph_trainer.core.graph.ops import is_getitem, is_wait, storage_roots, written_arguments
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
@@ -95,6 +95,9 @@ def test_a_schedule_keeps_its_promises(program, limits):
     # nothing is waited for before it started, and everything is
     assert all(c.waited_after is not None for c in collectives(after))
     assert accesses(before) == accesses(after)
+    if code(before) != code(after):
+        for node in after.graph.nodes:
+            assert not is_getitem(node) or node.prev in (node.args[0], *node.args[0].users)
 
 
 def accesses(joint):

@@ -7,11 +7,23 @@ from hypothesis import strategies as st
 from graph_trainer.testing import Builder
 from tests.unit.graphs import ALL_REDUCE, aten, c10d
 
+
+def as_it_stands(module, examples):
+    """In place of Inductor: the ops of the region one by one."""
+
+    def run(boxed):
+        values = tuple(boxed)
+        boxed.clear()
+        return module(*values)
+
+    return run
+
+
 SIDE = 4  # every value is a square matrix, so that any op takes any value
 
 OPS = (
     *("sin", "add", "twins", "mean", "constant", "mm"),
-    *("max", "split"),  # tuples
+    *("max", "split", "later", "take"),  # tuples, and results taken out of them later
     *("transpose", "expand", "flat", "none"),  # views
     *("write", "write a row", "random", "assert", "reduce"),
 )
@@ -44,6 +56,10 @@ def apply(b, op, x, y, layer):
             return call(aten.mm.default, x, y)
         case "max":
             return call(aten.add.Tensor, x, item(call(aten.max.dim, y, 0, True), 0))
+        case "later":
+            b.tuples.append(call(aten.max.dim, x, 0, True))
+        case "take" if b.tuples:
+            return call(aten.add.Tensor, x, item(b.tuples.pop(), 0))
         case "split":
             halves = call(aten.split.Tensor, x, 2)
             return call(aten.cat.default, [item(halves, 1), item(halves, 0)])
@@ -79,7 +95,7 @@ def writable(call, x):
 def random_graph(program, group):
     """Run a program of `programs` on a parameter, a batch and a buffer; two values come out."""
     b = Builder()
-    b.group = group
+    b.group, b.tuples = group, []
     values = [b.parameter("p", SIDE, SIDE), b.input("x", SIDE, SIDE), b.buffer("s", SIDE, SIDE)]
     for op, first, second, layer in program:
         x, y = (values[-1 - place % len(values)] for place in (first, second))
