@@ -12,6 +12,7 @@ from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
 from graph_trainer.titan import trainer as trainer_module
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
+from graph_trainer.titan.nonfinite_guard import NonfiniteGuard
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.trainer import GraphTrainer
 
@@ -62,6 +63,7 @@ def run_of_two_steps(monkeypatch, checkpointer, named=None):
     run.checkpointer = checkpointer
     run._microbatches, run._routing, run._model, run.optimizers = 0, None, nn.Linear(1, 1), None
     run.observer, run.step = SimpleNamespace(finished=lambda *of: None), 0
+    run._guard = NonfiniteGuard()
     return run, said, prepared
 
 
@@ -117,7 +119,7 @@ def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, devic
         weight.grad = torch.ones(4)
         self._microbatches += self.gradient_accumulation_steps
 
-    monkeypatch.setattr(trainer_module.Trainer, "train_step", step)
+    monkeypatch.setattr(GraphTrainer, "optimizer_step", step)
     monkeypatch.setattr(trainer_module, "resident_growth", resident_growth)
     trainer = GraphTrainer.__new__(GraphTrainer)
     trainer.device, trainer._microbatches = torch.device(device), 0
