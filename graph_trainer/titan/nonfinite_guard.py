@@ -94,16 +94,19 @@ class NonfiniteGuard:
             logger.warning(f"Step {step} is skipped, {self.skipped} so far: {reason}")
         return False
 
-    def check(self) -> None:
+    def check(self, *, exchange: bool = True) -> None:
         """End a run that has seen a bad step, unless it skips these. All ranks call it together.
+
+        Args:
+            exchange: whether other ranks take part; otherwise for what this rank alone has seen.
 
         Raises:
             NotFiniteError: on every rank alike, with the first bad step and the ranks.
         """
         if self.skips or self._first is None:
             return
-        rows = self._rows()
-        if not all(math.isinf(row.step) for row in rows):
+        rows = self._rows() if exchange else {dist.get_rank(): Row(*self._first.tolist())}
+        if not all(math.isinf(row.step) for row in rows.values()):
             step, reason = described(rows)
             raise NotFiniteError(
                 f"step {step}: {reason}. Training stops, and no checkpoint has that step's update. "
@@ -113,12 +116,12 @@ class NonfiniteGuard:
                 'torch.autograd.detect_anomaly in compile.mode = "eager".'
             )
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> dict[int, Row]:
         """Return the stored row of every rank; an exchange between all of them."""
         assert self._first is not None
         by_rank = [torch.empty_like(self._first) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, self._first)
-        return [Row(*values) for values in torch.stack(by_rank).tolist()]
+        return {rank: Row(*values) for rank, values in enumerate(torch.stack(by_rank).tolist())}
 
 
 @dataclass(frozen=True)
@@ -132,14 +135,14 @@ class Row:
     valid_tokens: float
 
 
-def described(rows: list[Row]) -> tuple[int, str]:
+def described(rows: dict[int, Row]) -> tuple[int, str]:
     """Return the first bad step and what was not finite in it, with the ranks whose it was.
 
     Args:
-        rows: of all ranks by number, at least one with a bad step.
+        rows: by rank, at least one with a bad step.
     """
-    step = min(row.step for row in rows)
-    first = {rank: row for rank, row in enumerate(rows) if row.step == step}
+    step = min(row.step for row in rows.values())
+    first = {rank: row for rank, row in rows.items() if row.step == step}
     losses = [f"rank {r}: {row.loss}" for r, row in first.items() if not math.isfinite(row.loss)]
     ranks = [rank for rank, row in first.items() if not math.isfinite(row.local_norm)]
     row = next(iter(first.values()))

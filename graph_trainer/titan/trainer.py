@@ -52,7 +52,7 @@ from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, loca
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.routing import RoutingRecorder
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
-from graph_trainer.titan.validator import with_captured_forward
+from graph_trainer.titan.validator import MakeStep, checked_validator
 
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
@@ -93,6 +93,7 @@ class GraphTrainer(Trainer):
         """Runs forward and backward; None where torchtitan does, in mode "eager"."""
         self.observer = RunObserver()
         """Watches the run; set before `train`."""
+        make_validation: MakeStep | None = None
         if config.compile.mode == "eager":
             if ignored := of_captured_steps(config):
                 logger.warning(
@@ -107,12 +108,11 @@ class GraphTrainer(Trainer):
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
             )
-            if config.validator.enable:
-                self.validator: BaseValidator = with_captured_forward(
-                    self.validator,
-                    partial(self._make_step, backward=False),
-                    within=self._naming_who_is_missing,
-                )
+            make_validation = partial(self._make_step, backward=False)
+        if config.validator.enable:
+            self.validator: BaseValidator = checked_validator(
+                self.validator, make_validation, within=self._naming_who_is_missing
+            )
         if isinstance(self.checkpointer, CheckedCheckpointManager):
             self.checkpointer.beside_weights = partial(write_beside_weights, said, config)
         if dist.get_rank() == 0:
@@ -347,7 +347,8 @@ class GraphTrainer(Trainer):
                 self._prepare_first_graph()
             try:
                 super().train()
-                self._guard.check()  # the data may have run out before a step was logged
+                # The data may have run out before a step was logged, on this rank alone.
+                self._guard.check(exchange=False)
             except NotFiniteError:
                 checkpointer.maybe_wait_for_saving()
                 raise
@@ -359,6 +360,12 @@ class GraphTrainer(Trainer):
             logger.warning(
                 f"There was nothing left to do: the checkpoint is of step {self.step}, and "
                 f"training.steps = {self.config.training.steps}. Raise it to go on"
+            )
+        if not self._microbatches and self.should_continue_training():
+            raise TrainingError(
+                f"no step was trained: the data have less than one batch for rank {dist.get_rank()}"
+                f" after step {self.step}. Add text, set dataloader.infinite, or lower "
+                "training.local_batch_size or training.seq_len."
             )
         self.observer.finished(self._model.parameters(), self.optimizers)
 

@@ -20,7 +20,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import init_logger, logger
 
 from graph_trainer.core.torch_private_groups import default_store
@@ -32,6 +31,8 @@ from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave
 from tests.integration.launch import report
+
+from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
 
 FLAGS = [
     *("--training.seq_len", "64", "--training.local_batch_size", "1", "--debug.seed", "42"),

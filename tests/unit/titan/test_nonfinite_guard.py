@@ -29,6 +29,10 @@ def one_rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+def shown(*rows: Row) -> tuple[int, str]:
+    return described(dict(enumerate(rows)))
+
+
 def see(guard: NonfiniteGuard, step: int, *, loss: float = 2.0, norm: float = 1.0) -> None:
     num = torch.tensor(norm)
     tokens = torch.tensor(8)
@@ -81,17 +85,17 @@ def test_the_ranks_part_of_the_gradients_has_a_norm_that_shows_what_is_not_finit
 
 def test_only_the_ranks_that_were_first_are_named() -> None:
     rows = [Row(9, math.nan, 1, 1, 8), FINE, Row(4, math.inf, 1, 1, 8), Row(4, math.nan, 1, 1, 8)]
-    assert described(rows) == (4, "the loss is not finite (rank 2: inf, rank 3: nan)")
-    step, reason = described([Row(1, math.nan, 1, 1, 8)] * 20)
+    assert shown(*rows) == (4, "the loss is not finite (rank 2: inf, rank 3: nan)")
+    step, reason = shown(*[Row(1, math.nan, 1, 1, 8)] * 20)
     assert reason.endswith("rank 15: nan and 4 more ranks)")
     gradients = [Row(2, 1, 1, math.inf, 8), Row(2, 1, math.inf, math.inf, 8)]
-    assert described(gradients)[1].endswith("a gradient is not (ranks 1)")
-    assert described([Row(2, 1, math.nan, math.inf, 8)] * 20)[1].endswith("14, 15 and 4 more)")
+    assert shown(*gradients)[1].endswith("a gradient is not (ranks 1)")
+    assert shown(*[Row(2, 1, math.nan, math.inf, 8)] * 20)[1].endswith("14, 15 and 4 more)")
 
 
 def test_labels_that_are_all_ignored_and_a_sum_that_overflows_are_the_reason() -> None:
-    assert "ignored (-100)" in described([Row(3, math.nan, math.nan, math.nan, 0)] * 2)[1]
-    assert "overflows" in described([Row(3, 2, 3e38, math.inf, 8)] * 2)[1]
+    assert "ignored (-100)" in shown(*[Row(3, math.nan, math.nan, math.nan, 0)] * 2)[1]
+    assert "overflows" in shown(*[Row(3, 2, 3e38, math.inf, 8)] * 2)[1]
 
 
 class Synchronises(TorchDispatchMode):
