@@ -21,7 +21,8 @@ _SHOWN = 16
 class NonfiniteGuard:
     """Update the parameters only where the total norm of the gradients is finite.
 
-    With `skips`, the host reads that norm in every step, and a step where it is not finite changes
+    A step without any label that counts has no mean loss, though its gradients are zero, and is
+    treated alike. With `skips`, the host waits for that norm in every step, and such a step changes
     neither parameters nor optimizer state nor schedule.
 
     Otherwise such a step ends the run. The host waits for nothing where all optimizers take
@@ -35,7 +36,9 @@ class NonfiniteGuard:
         self.skips = skips
         self.skipped = 0
         """The number of steps that were skipped."""
-        self._norm: torch.Tensor | None = None
+        self._updates: torch.Tensor | None = (
+            None  # whether the step last seen does; all ranks agree
+        )
         self._first: torch.Tensor | None = None  # a row; its step is inf while all are finite
 
     def see(
@@ -59,33 +62,33 @@ class NonfiniteGuard:
         device = loss.device
         values = [local_tensor(n).detach().to(device, torch.float64) for n in numbers]
         row = torch.stack([torch.full_like(values[0], step), *values])
-        self._norm = norm
+        self._updates = torch.isfinite(row[3]) & (row[4] > 0)
         if self._first is None or self.skips:
             self._first = torch.full_like(row, math.inf)
-        is_first = torch.isinf(self._first[0]) & ~torch.isfinite(row[1] + row[3])
+        is_first = torch.isinf(self._first[0]) & ~(self._updates & torch.isfinite(row[1]))
         self._first = torch.where(is_first, row, self._first)
 
     def update(self, optimizers: OptimizersContainer) -> bool:
-        """Step the optimizers, unless the norm last seen is not finite.
+        """Step the optimizers, unless the step last seen must not.
 
         Returns:
             whether the step counts: False where it was skipped. True as well where the device
             suppresses the update and the host does not know.
         """
-        assert self._norm is not None, "no step was seen"
+        assert self._updates is not None, "no step was seen"
         if not self.skips and all(map(_takes_found_inf, optimizers)):
             # read by the fused kernels, which then leave parameters and moments; torch's
             # GradScaler sets the same attribute
-            not_finite = (~torch.isfinite(self._norm)).float()
+            found_inf = (~self._updates).float()
             for optimizer in optimizers:
-                optimizer.found_inf = not_finite
+                optimizer.found_inf = found_inf
             try:
                 optimizers.step()
             finally:
                 for optimizer in optimizers:
                     del optimizer.found_inf
             return True
-        if math.isfinite(self._norm.item()):
+        if self._updates.item():
             optimizers.step()
             return True
         if self.skips:

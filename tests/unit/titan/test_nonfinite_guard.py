@@ -20,6 +20,8 @@ from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, Row, described, 
 
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # isort: skip
 
+UNLABELLED = -1.0
+"""Stands for the gradient of a step without labels."""
 FINE = Row(*[math.inf] * 5)
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -48,9 +50,9 @@ def test_the_first_bad_step_is_named_however_late_it_is_asked_for(
     for step, value in enumerate([2.5, 2.25, bad, 2.0, math.nan, 1.0], start=1):
         see(guard, step, **{number: value})
     said = rf"\(rank 0: {bad}\)" if number == "loss" else r"gradient is not \(ranks 0\)"
-    for _ in range(2):
+    for exchange in (True, False):
         with pytest.raises(NotFiniteError, match=rf"^step 3: .*{said}"):
-            guard.check()
+            guard.check(exchange=exchange)
 
 
 def test_finite_numbers_pass_as_often_as_asked(one_rank: None) -> None:
@@ -135,25 +137,28 @@ def train(
             optimizers.step()
             continue
         norm = local_norm(model.parameters())
-        one = torch.ones(())
-        guard.see(step, loss=one, local_norm=norm, norm=norm, valid_tokens=one)
+        one, tokens = torch.ones(()), torch.tensor(0 if value == UNLABELLED else 8)
+        guard.see(step, loss=one, local_norm=norm, norm=norm, valid_tokens=tokens)
         counted.append(guard.update(optimizers))
     return counted
 
 
 @pytest.mark.parametrize("fused", [(True, True), (None, None), (False, False), (True, False)])
 @pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("gradients", [(math.inf, 0.5, 2.0), (0.5, math.nan, 2.0)])
+@pytest.mark.parametrize("bad", [math.inf, math.nan, UNLABELLED])
+@pytest.mark.parametrize("at", [0, 1])
 def test_a_step_that_is_not_finite_leaves_parameters_and_moments(
-    one_rank: None, fused: tuple[bool | None, bool | None], skips: bool, gradients: Sequence[float]
+    one_rank: None, fused: tuple[bool | None, bool | None], skips: bool, bad: float, at: int
 ) -> None:
     """Bit by bit as if the step had not been, whatever the optimizers' implementation."""
+    good = [0.5, 2.0]
+    gradients = [*good[:at], bad, *good[at:]]
     model = nn.Linear(3, 2)
     other = copy.deepcopy(model)
     optimizers, others = optimizers_of(model, *fused), optimizers_of(other, *fused)
     guard = NonfiniteGuard(skips=skips)
     counted = train(model, optimizers, gradients, guard)
-    train(other, others, [value for value in gradients if math.isfinite(value)])
+    train(other, others, good)
     for ours, plain in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, plain)
     ours, plain = optimizers.state_dict(), others.state_dict()
@@ -162,7 +167,7 @@ def test_a_step_that_is_not_finite_leaves_parameters_and_moments(
         assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)), name
     # the host does not know what a fused kernel has left out
     told = skips or fused != (True, True)
-    assert counted == [math.isfinite(value) or not told for value in gradients]
+    assert counted == [value in good or not told for value in gradients]
     assert guard.skipped == skips
     with pytest.raises(NotFiniteError) if not skips else contextlib.nullcontext():
         guard.check()
