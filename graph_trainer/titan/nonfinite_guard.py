@@ -93,7 +93,7 @@ class NonfiniteGuard:
             return True
         if self.skips:
             self.skipped += 1
-            step, reason = described(self._rows())
+            step, reason, _ = described(self._rows())
             logger.warning(f"Step {step} is skipped, {self.skipped} so far: {reason}")
         return False
 
@@ -110,13 +110,11 @@ class NonfiniteGuard:
             return
         rows = self._rows() if exchange else {dist.get_rank(): Row(*self._first.tolist())}
         if not all(math.isinf(row.step) for row in rows.values()):
-            step, reason = described(rows)
+            step, reason, remedy = described(rows)
             raise NotFiniteError(
                 f"step {step}: {reason}. Training stops, and no checkpoint has that step's update. "
-                "Start again, from the last checkpoint if there is one, with other data or a "
-                'lower learning rate (optimizer.lr); training.nonfinite = "skip" leaves out such '
-                "steps. For the operator whose derivative is not finite, try "
-                'torch.autograd.detect_anomaly in compile.mode = "eager".'
+                f"{remedy} Then start again, from the last checkpoint if there is one; "
+                'training.nonfinite = "skip" leaves out such steps.'
             )
 
     def _rows(self) -> dict[int, Row]:
@@ -138,8 +136,8 @@ class Row:
     valid_tokens: float
 
 
-def described(rows: dict[int, Row]) -> tuple[int, str]:
-    """Return the first bad step and what was not finite in it, with the ranks whose it was.
+def described(rows: dict[int, Row]) -> tuple[int, str, str]:
+    """Return the first bad step, what was not finite in it, on which ranks, and what to do first.
 
     Args:
         rows: by rank, at least one with a bad step.
@@ -149,16 +147,22 @@ def described(rows: dict[int, Row]) -> tuple[int, str]:
     losses = [f"rank {r}: {row.loss}" for r, row in first.items() if not math.isfinite(row.loss)]
     ranks = [rank for rank, row in first.items() if not math.isfinite(row.local_norm)]
     row = next(iter(first.values()))
+    remedy = "Take other data or a lower learning rate (optimizer.lr)"
     if row.valid_tokens == 0:
         reason = "all labels of the step are ignored (-100) on every rank, so it has no mean loss"
+        remedy = "Look at the labels of the data that dataloader names."
     elif losses:
         reason = f"the loss is not finite ({_listed(losses, ' ranks')})"
+        remedy = f"Look at that step's batch on those ranks. {remedy}."
     elif ranks:
         reason = f"the loss is finite and a gradient is not (ranks {_listed(ranks)})"
+        remedy += ", or look for the operator whose derivative is not finite with "
+        remedy += 'torch.autograd.detect_anomaly in compile.mode = "eager".'
     else:
         reason = f"the norm of the gradients overflows: it is finite on every rank, and {row.norm}"
         reason += " over all of them"
-    return int(step), reason
+        remedy += "."
+    return int(step), reason, remedy
 
 
 def local_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:

@@ -32,7 +32,8 @@ def one_rank() -> None:
 
 
 def shown(*rows: Row) -> tuple[int, str]:
-    return described(dict(enumerate(rows)))
+    step, reason, _ = described(dict(enumerate(rows)))
+    return step, reason
 
 
 def see(guard: NonfiniteGuard, step: int, *, loss: float = 2.0, norm: float = 1.0) -> None:
