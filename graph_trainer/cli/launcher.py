@@ -305,7 +305,10 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     import_config_classes()
     from graph_trainer.planner.plan_check import load_config_and_plan
     from graph_trainer.titan.config.check import check_config, wanted_ranks
-    from graph_trainer.titan.config.check_text import check_text_fills_a_batch
+    from graph_trainer.titan.config.check_text import (
+        check_every_rank_has_a_document,
+        check_text_fills_a_batch,
+    )
 
     config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
     if not ranks:
@@ -315,6 +318,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
         except ConfigError:  # again, with the places that set the keys
             load_config_and_plan(argv, world_size=ranks)
             raise
+    check_every_rank_has_a_document(config, ranks * machines)
     if machines == 1:  # each would tokenise the text
         check_text_fills_a_batch(config, ranks)
     return config, ranks

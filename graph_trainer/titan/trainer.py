@@ -11,9 +11,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -45,11 +48,11 @@ from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
 from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts, resident_growth
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.export import described, write_beside_weights
-from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
+from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.routing import RoutingRecorder
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
-from graph_trainer.titan.validator import with_captured_forward
+from graph_trainer.titan.validator import MakeStep, checked_validator
 
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
@@ -61,10 +64,9 @@ MEMORY_TABLE = "memory_table.toml"
 class GraphTrainer(Trainer):
     """A torchtitan Trainer whose forward_backward_step runs the joint graph.
 
-    Data, gradient accumulation, clipping, optimizer, schedule, metrics, checkpoints and
-    validation are torchtitan's; the forward of a validation is captured too. With
-    `compile.mode = "eager"`, torchtitan also runs forward and backward, on the same sharded
-    model: the reference for numbers.
+    The loop, data, clipping, optimizer, schedule, metrics, checkpoints and validation are
+    torchtitan's; the forward of a validation is captured too. With `compile.mode = "eager"`,
+    torchtitan also runs forward and backward, on the same sharded model: the reference for numbers.
     """
 
     # torchtitan's launcher calls config.build(), which makes the class that names its config here.
@@ -85,12 +87,13 @@ class GraphTrainer(Trainer):
                 "in chunks, which calls backward in forward and is lost in a graph. With "
                 'loss.type = "chunked_cross_entropy" the logits are in chunks here too'
             )
-        self._losses = LossGuard()
+        self._guard = NonfiniteGuard(skips=config.training.nonfinite == "skip")
         self._microbatches = 0
         self.captured_step: StepFunction | None = None
         """Runs forward and backward; None where torchtitan does, in mode "eager"."""
         self.observer = RunObserver()
         """Watches the run; set before `train`."""
+        make_validation: MakeStep | None = None
         if config.compile.mode == "eager":
             if ignored := of_captured_steps(config):
                 logger.warning(
@@ -105,12 +108,11 @@ class GraphTrainer(Trainer):
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
             )
-            if config.validator.enable:
-                self.validator: BaseValidator = with_captured_forward(
-                    self.validator,
-                    partial(self._make_step, backward=False),
-                    within=self._naming_who_is_missing,
-                )
+            make_validation = partial(self._make_step, backward=False)
+        if config.validator.enable:
+            self.validator: BaseValidator = checked_validator(
+                self.validator, make_validation, within=self._naming_who_is_missing
+            )
         if isinstance(self.checkpointer, CheckedCheckpointManager):
             self.checkpointer.beside_weights = partial(write_beside_weights, said, config)
         if dist.get_rank() == 0:
@@ -189,7 +191,7 @@ class GraphTrainer(Trainer):
             loss = super().forward_backward_step(**microbatch)
         else:
             loss = self._run_captured_step(self.captured_step, **microbatch)
-        self._guard(loss)
+        self._microbatches += 1
         return loss
 
     def _run_captured_step(
@@ -205,28 +207,13 @@ class GraphTrainer(Trainer):
         self.observer.gradients_ready(self._model.parameters())
         return loss
 
-    def _guard(self, loss: torch.Tensor) -> None:
-        """Stop before a step is logged whose loss is not finite, or saved with such a gradient."""
-        self._losses.see(self.step, loss)
-        self._microbatches += 1
-        if self._microbatches % self.gradient_accumulation_steps:
-            return
-        checkpointer = self.checkpointer
-        saves = isinstance(checkpointer, CheckedCheckpointManager) and checkpointer.saves_at(
-            self.step, last_step=self.step == self.config.training.steps
-        )
-        if saves:
-            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-            self._losses.check(self.step, gradients)
-        elif self.metrics_processor.should_log(self.step):
-            self._losses.check(self.step)
-
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Run torchtitan's train step.
+        """Run a train step: `optimizer_step`, measured and watched.
 
         Raises:
-            NotFiniteError: the loss is not finite, found when a step is logged or saved; or a
-                gradient is not, where the step is about to be saved.
+            NotFiniteError: a loss or a gradient of this step or of one before is not finite, and
+                `training.nonfinite` is "stop". Raised when a step is logged or saved, and in the
+                last one.
             TrainingError: a collective failed (gloo), with the step, the collective and the
                 ranks that did not take part.
         """
@@ -236,13 +223,91 @@ class GraphTrainer(Trainer):
             self.optimizers.zero_grad()  # as the step begins: else these bytes are no growth
             growth = resident_growth()
         with self._naming_who_is_missing(), growth as grown, self.observer.step():
-            super().train_step(data_iterator)
+            self.optimizer_step(data_iterator)
         for num in grown:
             measured = {"graph_trainer/measured_growth_gib": num / GIB}
             self.metrics_processor.logger.log(measured, self.step)
             self.observer.memory_grew(num)
         if self._routing and self.metrics_processor.should_log(self.step):
             self._routing.write()
+
+    def optimizer_step(self, data_iterator: Iterator[Any]) -> None:
+        """Run forward and backward of all microbatches, clip, update, and log.
+
+        This is torchtitan's `train_step` with three differences: gradients that are not finite
+        update nothing, a loss that is not finite is refused before it is logged, and the largest
+        loss of a rank is that of `losses_over_ranks`.
+        """
+        training, dims = self.config.training, self.parallel_dims
+        self.optimizers.zero_grad(set_to_none=training.disable_cuda_graphs)
+        rates = self.lr_schedulers.get_metrics()
+        microbatches = []
+        local_tokens = torch.zeros((), dtype=torch.int64)
+        for _ in range(self.gradient_accumulation_steps):
+            with sl.log_trace_span("fetching_batch"):
+                microbatches.append(next(data_iterator))
+            local_tokens += (microbatches[-1][1] != IGNORE_INDEX).sum()
+        sl.log_trace_scalar({"local_valid_tokens": int(local_tokens)})
+        local_tokens = local_tokens.to(self.device)
+        batch_mesh = dims.get_mesh("batch") if dims.dp_enabled else None
+        valid_tokens = dist_utils.dist_sum_tensor(local_tokens, batch_mesh)
+
+        loss = torch.zeros((), device=self.device)
+        while microbatches:
+            inputs, labels = microbatches.pop(0)
+            loss_of_microbatch = self.forward_backward_step(
+                input_dict={
+                    name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+                    for name, value in inputs.items()
+                },
+                labels=labels.to(self.device),
+                global_valid_tokens=valid_tokens,
+            )
+            loss = loss + local_tensor(loss_of_microbatch.detach())
+
+        logs = self.metrics_processor.should_log(self.step)
+        with sl.log_trace_span("optim"):
+            parameters = list(self._model.parameters())
+            norm_here = local_norm(parameters)
+            norm = dist_utils.clip_grad_norm_(
+                parameters, training.max_norm, foreach=True, ep_enabled=dims.ep_enabled
+            )
+            self._guard.see(
+                self.step, loss=loss, local_norm=norm_here, norm=norm, valid_tokens=valid_tokens
+            )
+            if logs or self._is_saved() or self.step == training.steps:
+                self._guard.check()
+            self.checkpointer.maybe_wait_for_staging()
+            if self._guard.update(self.optimizers):
+                self.lr_schedulers.step()
+        if logs:
+            self._log(loss, norm, local_tokens, valid_tokens, rates)
+
+    def _is_saved(self) -> bool:
+        """Return whether this step ends with a checkpoint."""
+        checkpointer, last = self.checkpointer, self.step == self.config.training.steps
+        return isinstance(checkpointer, CheckedCheckpointManager) and checkpointer.saves_at(
+            self.step, last_step=last
+        )
+
+    def _log(
+        self,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        local_tokens: torch.Tensor,
+        valid_tokens: torch.Tensor,
+        rates: dict[str, float],
+    ) -> None:
+        """Log the metrics of a step, as torchtitan does. All ranks call it together."""
+        with sl.log_trace_span("collect_dist_metrics"):
+            sl.log_trace_scalar({"global_valid_tokens": int(valid_tokens)})
+            mean, largest = losses_over_ranks(loss, local_tokens, valid_tokens, self.parallel_dims)
+            seen = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
+            loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+            metrics = {"n_tokens_seen": dist_utils.dist_sum(seen, loss_mesh), **rates}
+        if self._guard.skips:
+            metrics["graph_trainer/skipped_steps"] = self._guard.skipped
+        self.metrics_processor.log(self.step, mean, largest, norm.item(), extra_metrics=metrics)
 
     @contextlib.contextmanager
     def _naming_who_is_missing(self) -> Iterator[None]:
@@ -282,6 +347,8 @@ class GraphTrainer(Trainer):
                 self._prepare_first_graph()
             try:
                 super().train()
+                # The data may have run out before a step was logged, on this rank alone.
+                self._guard.check(exchange=False)
             except NotFiniteError:
                 checkpointer.maybe_wait_for_saving()
                 raise
@@ -293,6 +360,12 @@ class GraphTrainer(Trainer):
             logger.warning(
                 f"There was nothing left to do: the checkpoint is of step {self.step}, and "
                 f"training.steps = {self.config.training.steps}. Raise it to go on"
+            )
+        if not self._microbatches and self.should_continue_training():
+            raise TrainingError(
+                f"no step was trained: the data have less than one batch for rank {dist.get_rank()}"
+                f" after step {self.step}. Add text, set dataloader.infinite, or lower "
+                "training.local_batch_size or training.seq_len."
             )
         self.observer.finished(self._model.parameters(), self.optimizers)
 
@@ -327,3 +400,26 @@ def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -
         else:
             local_tensor(parameter.grad).add_(local_tensor(gradient))
     assert not left, f"gradients of parameters that the model does not have: {sorted(left)}"
+
+
+def losses_over_ranks(
+    loss: torch.Tensor,
+    local_tokens: torch.Tensor,
+    valid_tokens: torch.Tensor,
+    parallel_dims: ParallelDims,
+) -> tuple[float, float]:
+    """Return the mean loss of a step's tokens, and the largest mean of a data rank's tokens.
+
+    Ranks of context parallelism have parts of the same sequences, so their losses are added first;
+    data ranks without labels have no mean. All ranks call it together.
+
+    Args:
+        loss: this rank's, divided by `valid_tokens`.
+        local_tokens: the labels that count of this data rank's sequences.
+        valid_tokens: the same over all data ranks.
+    """
+    mean = dist_utils.dist_sum(loss, parallel_dims.get_optional_mesh("loss"))
+    of_data_rank = dist_utils.dist_sum_tensor(loss, parallel_dims.get_optional_mesh("cp"))
+    local_mean = of_data_rank * valid_tokens / local_tokens
+    local_mean = torch.where(local_tokens > 0, local_mean, -torch.inf)
+    return mean, dist_utils.dist_max(local_mean, parallel_dims.get_optional_mesh("batch"))

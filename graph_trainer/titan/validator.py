@@ -1,77 +1,113 @@
-"""Run torchtitan's validation with a captured forward in place of the model."""
+"""Run torchtitan's validation on a captured forward, and check its data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools.logging import logger
 
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.training.step_cache import TrainStep
+from graph_trainer.errors import TrainingError
 from graph_trainer.titan.step_inputs import loss_of_batch
 
+MakeStep = Callable[[LossFn], TrainStep]
 Within = Callable[[], AbstractContextManager[None]]
 _Call = tuple[nn.Module, torch.Tensor, dict[str, Any]]
 
 
-class CapturedValidator(BaseValidator):
-    """torchtitan's `Validator` on a graph of forward and loss.
+class CheckedValidator(BaseValidator):
+    """torchtitan's `Validator` on a graph of forward and loss, with errors about its data.
 
     Data, mode, counting of tokens, reduction over ranks and logging are torchtitan's. Its
     validator calls the model for a prediction and then the loss with that prediction. Here the
     first call only records its arguments, and the second runs both in one graph.
 
     Args:
-        validator: torchtitan's; its loss function is replaced.
+        validator: torchtitan's; its data loader's config and its loss function are replaced.
         make_step: makes the step without backward for `loss(model, inputs, labels, **extra)`, the
-            sum over the tokens of one batch: see `loss_of_batch`.
+            sum over the tokens of one batch: see `loss_of_batch`. None for a validation with the
+            model itself, without a graph.
         within: makes the context that a validation runs in.
     """
 
-    def __init__(
-        self, validator: Validator, make_step: Callable[[LossFn], TrainStep], within: Within
-    ) -> None:
+    def __init__(self, validator: Validator, make_step: MakeStep | None, within: Within) -> None:
         super().__init__(validator.config)
         self._validator = validator
         self._within = within
-        self.step = make_step(loss_of_batch(validator.loss_fn))
-        validator.loss_fn = self._run
+        validator.dl_config = _NotEmpty(validator.dl_config)
+        self.step = make_step(loss_of_batch(validator.loss_fn)) if make_step else None
+        if self.step:
+            validator.loss_fn = self._run
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Validate as torchtitan does; the first validation captures.
 
         Raises:
+            TrainingError: the data have less than a batch for this rank, or no label that counts.
             GraphTrainerError: as `TrainStep`.
         """
+        models = [_Recording(model) for model in model_parts] if self.step else model_parts
         with self._within():
-            self._validator.validate([_Recording(model) for model in model_parts], step)
+            try:
+                self._validator.validate(models, step)
+            except ZeroDivisionError as error:  # the loss by the tokens of all ranks
+                raise TrainingError(
+                    f"step {step}: the validation has no loss, because all labels of its data are "
+                    "ignored (-100) on every rank. Correct the data that validator.dataloader "
+                    "names, or raise validator.steps."
+                ) from error
 
     def _run(self, call: _Call, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert self.step is not None
         model, inputs, extra = call
         loss, _ = self.step(model, inputs, labels, **extra)
         return loss, {}
 
 
-def with_captured_forward(
-    validator: BaseValidator, make_step: Callable[[LossFn], TrainStep], *, within: Within
+def checked_validator(
+    validator: BaseValidator, make_step: MakeStep | None, *, within: Within
 ) -> BaseValidator:
-    """Let torchtitan's own validator run a captured graph.
+    """Let torchtitan's own validator run a captured graph, and check its data.
 
     A validator of another class is returned unchanged, because what it calls is unknown, and the
-    log says so. The arguments are those of `CapturedValidator`.
+    log says so. The arguments are those of `CheckedValidator`.
     """
     if type(validator) is Validator:
-        return CapturedValidator(validator, make_step, within)
-    logger.warning(
-        f"The validator is a {type(validator).__name__} and not torchtitan's Validator: it "
-        "validates with the model itself, without a captured graph"
-    )
+        return CheckedValidator(validator, make_step, within)
+    if make_step:
+        logger.warning(
+            f"The validator is a {type(validator).__name__} and not torchtitan's Validator: it "
+            "validates with the model itself, without a captured graph"
+        )
     return validator
+
+
+class _NotEmpty:
+    """The config of a data loader that must have a batch for this rank."""
+
+    def __init__(self, config: BaseDataLoader.Config) -> None:
+        self._config = config
+
+    def build(self, **arguments: Any) -> Iterator[Any]:
+        empty = True
+        for batch in self._config.build(**arguments):
+            empty = False
+            yield batch
+        if empty:
+            raise TrainingError(
+                f"the validation data have less than one batch for data-parallel rank "
+                f"{arguments['dp_rank']} of {arguments['dp_world_size']} "
+                f"({arguments['local_batch_size']} rows of {arguments['seq_len']} tokens). Give "
+                "validator.dataloader more text, or set validator.steps, which reads it again and "
+                "again."
+            )
 
 
 class _Recording:

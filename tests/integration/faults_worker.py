@@ -32,6 +32,8 @@ from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave
 from tests.integration.launch import report
 
+from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
+
 FLAGS = [
     *("--training.seq_len", "64", "--training.local_batch_size", "1", "--debug.seed", "42"),
     *("--metrics.log_freq", "100", "--checkpoint.enable", "--checkpoint.interval", "2"),
@@ -106,9 +108,8 @@ def at_step(
     act: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     *,
     before: Callable[[], None] = lambda: None,
-    ruin_gradients: bool = False,
 ) -> Change:
-    """Do something before one step on one rank, or with its loss or gradients."""
+    """Do something before one step on one rank, or with its loss."""
 
     def change(trainer: GraphTrainer) -> None:
         captured = trainer.captured_step
@@ -118,11 +119,49 @@ def at_step(
             if here:
                 before()
             loss, gradients = captured(*args, **kwargs)
-            if here and ruin_gradients:
-                gradients["norm.weight"].mul_(torch.inf)
             return act(loss) if here else loss, gradients
 
         trainer.captured_step = run_step  # type: ignore[assignment]
+
+    return change
+
+
+def bad_gradient(trainer: GraphTrainer) -> None:
+    """In step 3 one element of a gradient of rank 1 is infinite; all losses are finite."""
+    run_microbatch = trainer.forward_backward_step
+
+    def ruined(**microbatch: Any) -> torch.Tensor:
+        loss = run_microbatch(**microbatch)
+        if trainer.step == 3 and dist.get_rank() == 1:
+            gradient = dict(trainer.model_parts[0].named_parameters())["norm.weight"].grad
+            gradient.to_local()[0] = torch.inf
+        return loss
+
+    trainer.forward_backward_step = ruined  # type: ignore[method-assign]
+
+
+def ignoring_labels(*left_out: int) -> Change:
+    """Ignore the labels of rank 1 in batch 2 and all in batch 4, and leave batches out."""
+
+    def change(trainer: GraphTrainer) -> None:
+        batches = trainer.batch_generator
+
+        def changed(data: Any) -> Iterator[Any]:
+            for number, (inputs, labels) in enumerate(batches(data), start=1):
+                if number == 4 or (number == 2 and dist.get_rank() == 1):
+                    labels = torch.full_like(labels, IGNORE_INDEX)
+                if number not in left_out:
+                    yield inputs, labels
+
+        trainer.batch_generator = changed  # type: ignore[assignment]
+
+    return change
+
+
+def together(*changes: Change) -> Change:
+    def change(trainer: GraphTrainer) -> None:
+        for one in changes:
+            one(trainer)
 
     return change
 
@@ -219,11 +258,38 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     nan = run(folder / "nan", *four, change=at_step(3, 1, poison))
     yield "not finite", shown(nan) | {"names": names(folder / "nan")}
 
-    ruin = at_step(4, 1, ruin_gradients=True)
-    yield (
-        "bad gradient",
-        shown(run(folder / "ruin", *four, change=ruin)) | {"names": names(folder / "ruin")},
+    before: dict[str, torch.Tensor] = {}
+
+    def keep(trainer: GraphTrainer) -> None:
+        named = trainer.model_parts[0].named_parameters
+
+        def take() -> None:
+            before.update((name, p.to_local().clone()) for name, p in named())
+
+        at_step(3, dist.get_rank(), before=take)(trainer)
+
+    ruin = run(folder / "ruin", *four, change=together(keep, bad_gradient))
+    differs = differing({"parameters": before}, ruin)
+    yield "bad gradient", shown(ruin) | {"names": names(folder / "ruin"), "differs": differs}
+
+    # every step changes the learning rate
+    rates = ("--lr_scheduler.warmup_steps", "5", "--lr_scheduler.total_steps", "5")
+    skipping = (*rates, "--compile.mode", "eager", "--training.nonfinite", "skip")
+    logged: list[Any] = []
+
+    def log(trainer: GraphTrainer) -> None:
+        trainer.metrics_processor.log = lambda *numbers, extra_metrics: logged.append(
+            [*numbers, extra_metrics["graph_trainer/skipped_steps"]]
+        )
+
+    skip = run(
+        *(folder / "skip", "--training.steps", "5", *skipping, "--metrics.log_freq", "1"),
+        change=together(bad_gradient, ignoring_labels(), log),
     )
+    good = ignoring_labels(3, 4)
+    without = run(folder / "without", "--training.steps", "3", *skipping, change=good)
+    yield "skip", shown(skip) | {"differs": differing(without, skip), "logged": logged}
+    yield "without", shown(without)
 
     with patch.object(device_memory, "available_on_cpu", little_on_rank_1):
         yield "no room", shown(run(folder / "no room", *four))

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy on two gloo ranks, for test_loss.py.
+"""The chunked cross-entropy and the losses that are logged, on two gloo ranks, for test_loss.py.
 
 The loss alone, on a vocabulary that is split over the ranks, against the unsharded computation. The
 model with this loss is a case of matrix.py.
@@ -16,12 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.trainer import losses_over_ranks
 
 from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
+from torchtitan.distributed import ParallelDims  # isort: skip
 
 BATCH, SEQUENCE, DIM = 2, 10, 8
 VOCABULARIES = (8, 7, 1)  # even, uneven, and a rank without a row
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LABELS = ((8, 8), (8, 2), (4, 0))
 INPUTS = ("replicated", "plain", "by_sequence")
 
 
@@ -146,6 +149,27 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm()) / (norm or 1.0)
 
 
+def logged_losses(axis: str, labels: tuple[int, int]) -> dict[str, Any]:
+    """What two ranks log of a step, and what one rank computes of their tokens.
+
+    Args:
+        axis: what splits the batch, "dp_shard" or "cp".
+        labels: of each rank, how many of its 8 tokens count.
+    """
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1} | {axis: 2}
+    dims = ParallelDims(**degrees, world_size=2)
+    tokens = torch.randint(1, 16, (2, 8), generator=torch.Generator().manual_seed(1)).float()
+    sums = [part[:num].sum() for part, num in zip(tokens, labels, strict=True)]
+    rank, valid = dist.get_rank(), sum(labels)
+    # labels are counted before context parallelism splits the sequences
+    counted = torch.tensor(valid if axis == "cp" else labels[rank])
+    loss = sums[rank] / valid
+    found = losses_over_ranks(loss, counted, torch.tensor(valid), dims)
+    mean = float(sum(sums) / valid)
+    means = [float(each / num) for each, num in zip(sums, labels, strict=True) if num]
+    return {"found": found, "expected": (mean, mean if axis == "cp" else max(means))}
+
+
 def run(folder: Path, _: str) -> dict[str, Any]:
     """Everything about the loss on two ranks."""
     split = {
@@ -154,4 +178,14 @@ def run(folder: Path, _: str) -> dict[str, Any]:
         for dtype in DTYPES
         for given in INPUTS
     }
-    return {"split": split, "whole": whole_vocabulary(), "bad_labels": bad_labels()}
+    logged = {
+        f"{axis}-{labels}": logged_losses(axis, labels)
+        for axis in ("dp_shard", "cp")
+        for labels in LABELS
+    }
+    return {
+        "split": split,
+        "whole": whole_vocabulary(),
+        "bad_labels": bad_labels(),
+        "logged": logged,
+    }

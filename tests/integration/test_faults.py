@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -102,7 +103,7 @@ def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(
     ("name", "said", "ranks"),
     [
         ("not finite", "NotFiniteError: step 3: the loss is not finite", "(rank 1: "),
-        ("bad gradient", "NotFiniteError: step 4: the loss is finite and a gradient", "(ranks 1)"),
+        ("bad gradient", "NotFiniteError: step 3: the loss is finite and a gradient", "(ranks 1)"),
     ],
 )
 def test_numbers_that_are_not_finite_stop_every_rank_before_the_save(
@@ -113,6 +114,33 @@ def test_numbers_that_are_not_finite_stop_every_rank_before_the_save(
         case = results[rank][name]
         assert case["error"].startswith(said) and ranks in case["error"]
         assert (case["step"], case["names"]) == (4, ["step-2"])
+
+
+def test_a_gradient_that_is_not_finite_updates_no_parameter(results: Results) -> None:
+    """Step 3 is neither logged nor saved, so that the host waits for nothing."""
+    for rank in (0, 1):
+        assert results[rank]["bad gradient"]["differs"] == []
+
+
+def test_steps_that_are_not_finite_are_skipped_as_if_they_had_not_been(results: Results) -> None:
+    """Parameters and learning rate are those of a run without the two batches; every step before
+    and between them updates."""
+    for rank in (0, 1):
+        case, without = results[rank]["skip"], results[rank]["without"]
+        assert (case["error"], case["step"], case["differs"]) == ("", 5, [])
+        assert case["rates"] == without["rates"]
+        third, fourth = [line for line in case["lines"] if " is skipped" in line]
+        assert third.startswith("Step 3 is skipped, 1 so far: ") and "(ranks 1)" in third
+        assert fourth.startswith("Step 4 is skipped, 2 so far: all labels ")
+        steps, means, largest, norms, skipped = zip(*case["logged"], strict=True)
+        assert (steps, skipped) == ((1, 2, 3, 4, 5), (0, 0, 1, 2, 2))
+        finite = [
+            math.isfinite(mean) and math.isfinite(norm)
+            for mean, norm in zip(means, norms, strict=True)
+        ]
+        assert finite == [True, True, False, False, True]
+        # in step 2 rank 0 alone has labels
+        assert largest[1] == means[1] and largest[0] > means[0]
 
 
 def test_a_step_that_cannot_fit_is_refused_on_all_ranks_before_it_is_taken(

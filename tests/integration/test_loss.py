@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
-from tests.integration.loss_cases import INPUTS, VOCABULARIES
+from tests.integration.loss_cases import INPUTS, LABELS, VOCABULARIES
 
 RANKS = 2
 LOSS = Job(RANKS, "loss_cases:run:")
@@ -65,3 +65,14 @@ def test_a_bad_label_raises_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for message in rank["bad_labels"]:
             assert "out of bounds" in message
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("axis", ["dp_shard", "cp"])
+def test_the_losses_that_are_logged_are_those_of_the_tokens(
+    ranks: list[dict[str, Any]], axis: str, labels: tuple[int, int]
+) -> None:
+    """The largest is that of a rank with labels, and of sequences that CP has split: of all."""
+    for rank in ranks:
+        case = rank["logged"][f"{axis}-{labels}"]
+        assert case["found"] == pytest.approx(case["expected"], rel=2**-22)

@@ -51,3 +51,12 @@ def test_one_graph_without_backward_serves_all_validations_of_a_shape(
         # buckets: the embedding, the layer, the final norm with the head
         assert found["issued"] == found["expected"] == {"ordered_gloo:all_gather": 3}
         assert found["roles"] == ["unshard"]
+
+
+def test_data_without_a_batch_or_a_label_are_the_reason_in_the_error(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for number, rank in enumerate(ranks):
+        ignored, empty = rank["eager"]["refused"]
+        assert "step 2: " in ignored and "ignored (-100) on every rank" in ignored
+        assert f"less than one batch for data-parallel rank {number} of 2" in empty

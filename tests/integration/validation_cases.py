@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def validate(folder: Path, mode: str) -> dict[str, Any]:
     result: dict[str, Any] = {"validated": validated, "random": [], "left": []}
 
     batches = trainer.batch_generator(trainer.dataloader)
-    validator = trainer.validator._validator if captured else trainer.validator
+    validator = trainer.validator._validator
     for number, size in enumerate(SIZES):
         if number < 2:
             trainer.step += 1
@@ -76,8 +77,25 @@ def validate(folder: Path, mode: str) -> dict[str, Any]:
         result["expected"] = expected_events(Counter(c.kind for c in found))
         result["roles"] = sorted({str(c.role) for c in found})
         result["lost"] = lose_a_collective(trainer)
+    if not captured:
+        result["refused"] = refused(trainer)
     trainer.close()
     return result
+
+
+def refused(trainer: GraphTrainer) -> list[str]:
+    """What is said of data without labels, and of data of less than a batch."""
+    messages = []
+    inputs, labels = next(trainer.batch_generator(trainer.dataloader))
+    ignored = inputs, torch.full_like(labels, -100)
+    for batches in ([ignored, ignored], []):
+        config = SimpleNamespace(build=lambda batches=batches, **_: batches)
+        trainer.validator._validator.dl_config._config = config
+        try:
+            trainer.validator.validate(trainer.model_parts, trainer.step)
+        except gt.TrainingError as error:
+            messages.append(str(error))
+    return messages
 
 
 def lose_a_collective(trainer: GraphTrainer) -> str:

@@ -1,5 +1,6 @@
 """Checks of the texts of a run: that they are there, and large enough."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -31,12 +32,9 @@ def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> Non
     """
     if not isinstance(config.tokenizer, ByteBPETokenizer.Config | HuggingFaceTokenizer.Config):
         return  # of the user's own: the ranks run it
-    training, parallelism = config.training, config.parallelism
-    ranks = world_size // parallelism.tensor_parallel_degree // parallelism.context_parallel_degree
+    training, ranks = config.training, _data_ranks(config, world_size)
     resolved, tokenizer = with_text_of_training(config), None
-    loaders = [resolved.dataloader]
-    loaders += [resolved.validator.dataloader] if config.validator.enable else []
-    for loader in loaders:
+    for loader in _loaders(resolved).values():
         if not isinstance(loader, TextDataLoader.Config):
             continue
         corpus = open_corpus(loader.dataset, loader.dataset_path)
@@ -55,6 +53,50 @@ def check_text_fills_a_batch(config: GraphTrainerConfig, world_size: int) -> Non
                 seq_len=training.seq_len,
                 local_batch_size=training.local_batch_size,
             )
+
+
+def check_every_rank_has_a_document(config: GraphTrainerConfig, world_size: int) -> None:
+    """Refuse a dataset of torchtitan's on this machine with fewer documents than data ranks.
+
+    Its loader gives each rank documents of its own, and one without any would wait forever. A
+    dataset of the hub is left to the ranks.
+
+    Raises:
+        ConfigError: there are fewer documents, or the dataset cannot be read.
+    """
+    ranks = _data_ranks(config, world_size)
+    for section, loader in _loaders(config).items():
+        for source in getattr(loader, "sources", [loader]):
+            if not isinstance(source, text_datasets.HuggingFaceTextDataLoader.Config):
+                continue
+            dataset = text_datasets.DATASETS[source.dataset.lower()]
+            path = source.dataset_path or dataset.path
+            if not os.path.exists(path):
+                continue
+            place = f"{section}: the dataset {source.dataset} in {path}"
+            try:
+                documents = sum(1 for _ in itertools.islice(dataset.loader(path), ranks))
+            except Exception as error:  # files of the wrong kind raise anything
+                raise ConfigError(f"{place} cannot be read: {error}. Name another path.") from error
+            if documents < ranks:
+                raise ConfigError(
+                    f"{place} has {documents} documents for {ranks} data-parallel ranks, and each "
+                    "rank reads documents of its own. Add documents, start fewer ranks, or set "
+                    f'{section}.type = "text", which cuts documents into rows.'
+                )
+
+
+def _data_ranks(config: GraphTrainerConfig, world_size: int) -> int:
+    parallelism = config.parallelism
+    return world_size // parallelism.tensor_parallel_degree // parallelism.context_parallel_degree
+
+
+def _loaders(config: GraphTrainerConfig) -> dict[str, Any]:
+    """Return the configs of the data loaders that a run builds, by section."""
+    loaders = {"dataloader": config.dataloader}
+    if config.validator.enable:
+        loaders["validator.dataloader"] = config.validator.dataloader
+    return loaders
 
 
 def _built(tokenizer: Any, assets: str) -> BaseTokenizer:

@@ -12,7 +12,7 @@ import tyro
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import (
     FlexAttention,
@@ -176,13 +176,29 @@ class GraphParallelismConfig(ParallelismConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class GraphTrainingConfig(TrainingConfig):
+    """[training]: torchtitan's, with what becomes of a step whose gradients are not finite."""
+
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """
+    What becomes of a step in which the norm of all gradients is NaN or infinite; it never updates
+    parameters or optimizer state. "stop" ends the run, also for a loss that is not finite, by the
+    next step that is logged or saved, with an error that names the first such step and its ranks.
+    "skip" goes on with the next batch, as loss scalers do, and the learning rate schedule does not
+    advance; the metric graph_trainer/skipped_steps counts. The host then waits for the norm in
+    every step.
+    """
+
+
+@dataclass(kw_only=True, slots=True)
 class GraphTrainerConfig(Trainer.Config):
-    """torchtitan's trainer config with graph_trainer's own [compile] and [parallelism]."""
+    """torchtitan's trainer config with sections of graph_trainer's own."""
 
     # GraphTrainer sets this when it is imported. Without the line, `build` would make
     # torchtitan's own trainer until then.
     _owner: ClassVar[type | None] = None
 
+    training: GraphTrainingConfig = field(default_factory=GraphTrainingConfig)
     parallelism: GraphParallelismConfig = field(default_factory=GraphParallelismConfig)
     metrics: MetricsWithRouting.Config = field(default_factory=MetricsWithRouting.Config)
     optimizer: OptimizersContainer.Config = field(default_factory=SharedOptimizerConfig)
@@ -250,7 +266,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     del values["compile"]
     values |= {
         "model_spec": _model_spec(config.model_spec),
-        "training": replace(config.training, disable_cuda_graphs=True),
+        "training": GraphTrainingConfig(**_values(config.training) | {"disable_cuda_graphs": True}),
         "parallelism": GraphParallelismConfig(
             **_values(config.parallelism) | {"spmd_backend": "partial_dtensor"}
         ),

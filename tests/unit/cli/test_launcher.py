@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import torch.distributed.run
@@ -508,6 +509,28 @@ def test_a_text_that_is_smaller_than_a_batch_is_refused_before_ranks_start(
         prepare(*flags, *broken, "--training.local_batch_size", "100")
     # half of the ranks have the same text as others
     prepare(*flags, "--training.local_batch_size", "50", TP, "2", NGPU="2")
+
+
+def test_a_dataset_of_fewer_documents_than_data_ranks_is_refused_before_ranks_start(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchtitan gives each data rank documents of its own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "three.jsonl").write_text("".join(['{"text": "some words"}\n'] * 3))
+    huggingface = ["--tokenizer.dataset", "stdlib", "--dataloader.type", "huggingface"]
+    huggingface += ["--dataloader.dataset_path", str(tmp_path / "text")]
+    prepare(*huggingface, NGPU="3")
+    with pytest.raises(ConfigError, match="dataloader: .* has 3 documents for 4 data-parallel"):
+        prepare(*huggingface, NGPU="4")
+    prepare(*huggingface, TP, "2", NGPU="4")
+    validates = [flag.replace("--data", "--validator.data") for flag in huggingface[2:]]
+    validates += ["--validator.enable"]
+    with pytest.raises(ConfigError, match="validator.dataloader: .* has 3 documents for 4 data"):
+        prepare(*validates, **SEVERAL)
+    (tmp_path / "text" / "three.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="dataloader: the dataset c4_test in .* cannot be read"):
+        prepare(*huggingface, NGPU="2")
 
 
 @pytest.mark.parametrize(

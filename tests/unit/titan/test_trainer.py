@@ -9,9 +9,11 @@ from torch import nn
 
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
+from graph_trainer.errors import TrainingError
 from graph_trainer.testing import mean_square
 from graph_trainer.titan import trainer as trainer_module
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
+from graph_trainer.titan.nonfinite_guard import NonfiniteGuard
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.trainer import GraphTrainer
 
@@ -49,12 +51,17 @@ def test_each_captured_graph_is_logged_once(backward):
         }
 
 
-def run_of_two_steps(monkeypatch, checkpointer, named=None):
+def run_of_two_steps(monkeypatch, checkpointer, named=None, batches=1):
     """A trainer whose loop does nothing; what it warns of, and whether it prepared a graph."""
     said, prepared = [], []
+
+    def loop(self):
+        self._microbatches += batches if self.should_continue_training() else 0
+
     monkeypatch.setattr(trainer_module.logger, "warning", said.append)
-    monkeypatch.setattr(trainer_module.Trainer, "train", lambda self: None)
+    monkeypatch.setattr(trainer_module.Trainer, "train", loop)
     monkeypatch.setattr(GraphTrainer, "_prepare_first_graph", lambda self: prepared.append(self))
+    monkeypatch.setattr(trainer_module.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(GraphTrainer, "should_continue_training", lambda self: self.step < 2)
     run = object.__new__(GraphTrainer)
     checkpoint = SimpleNamespace(initial_load_path=named)
@@ -62,6 +69,7 @@ def run_of_two_steps(monkeypatch, checkpointer, named=None):
     run.checkpointer = checkpointer
     run._microbatches, run._routing, run._model, run.optimizers = 0, None, nn.Linear(1, 1), None
     run.observer, run.step = SimpleNamespace(finished=lambda *of: None), 0
+    run._guard = NonfiniteGuard()
     return run, said, prepared
 
 
@@ -76,6 +84,12 @@ def test_a_run_that_is_at_its_end_captures_nothing(monkeypatch, newest, captures
     run, _, prepared = run_of_two_steps(monkeypatch, checkpoints_up_to(newest))
     run.train()
     assert len(prepared) == captures
+
+
+def test_a_run_whose_data_have_no_batch_does_not_end_as_if_it_had_trained(monkeypatch):
+    run, _, _ = run_of_two_steps(monkeypatch, checkpoints_up_to(0), batches=0)
+    with pytest.raises(TrainingError, match="less than one batch for rank 3 after step 0"):
+        run.train()
 
 
 @pytest.mark.parametrize("named", [None, "other/checkpoint"])
@@ -117,7 +131,7 @@ def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, devic
         weight.grad = torch.ones(4)
         self._microbatches += self.gradient_accumulation_steps
 
-    monkeypatch.setattr(trainer_module.Trainer, "train_step", step)
+    monkeypatch.setattr(GraphTrainer, "optimizer_step", step)
     monkeypatch.setattr(trainer_module, "resident_growth", resident_growth)
     trainer = GraphTrainer.__new__(GraphTrainer)
     trainer.device, trainer._microbatches = torch.device(device), 0

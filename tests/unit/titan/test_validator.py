@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from graph_trainer.core.training.step_cache import TrainStep
-from graph_trainer.titan.validator import CapturedValidator, with_captured_forward
+from graph_trainer.titan.validator import CheckedValidator, checked_validator
 
 from torchtitan.components.validate import BaseValidator, Validator  # isort: skip
 from torchtitan.tools.logging import logger  # isort: skip
@@ -23,18 +23,19 @@ def made(kind: type[Validator]) -> Validator:
     validator = kind.__new__(kind)
     validator.config = kind.Config(freq=3)
     validator.loss_fn = lambda prediction, labels: (prediction, {})
+    validator.dl_config = None
     return validator
 
 
 def substituted(validator: BaseValidator) -> BaseValidator:
-    return with_captured_forward(
+    return checked_validator(
         validator, lambda loss: TrainStep(loss, backward=False), within=contextlib.nullcontext
     )
 
 
 def test_torchtitans_own_is_captured_and_keeps_its_schedule() -> None:
     found = substituted(made(Validator))
-    assert isinstance(found, CapturedValidator)
+    assert isinstance(found, CheckedValidator)
     assert [step for step in range(1, 8) if found.should_validate(step)] == [1, 3, 6]
 
 
@@ -42,7 +43,7 @@ def test_the_loss_gets_positions_as_in_training() -> None:
     """A loss of several predictions needs them; torchtitan's validator gives it none."""
     validator, seen = made(Validator), []
     validator.loss_fn = lambda prediction, labels, **given: (seen.append(given), {})
-    loss = with_captured_forward(validator, lambda loss: loss, within=contextlib.nullcontext).step
+    loss = checked_validator(validator, lambda loss: loss, within=contextlib.nullcontext).step
     loss(lambda inputs, **extra: inputs, 1, 2, positions=3, attention_masks=None)
     loss(lambda inputs, **extra: inputs, 1, 2)
     assert seen == [{"positions": 3}, {}]
