@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torchtitan.components.checkpointer.base import MODEL, BaseCheckpointManager
+from torchtitan.components.checkpointer.base import (
+    LR_SCHEDULER,
+    MODEL,
+    TRAIN_STATE,
+    BaseCheckpointManager,
+)
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
@@ -42,6 +47,11 @@ from graph_trainer.titan.checkpoint_files import (
     steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
+from graph_trainer.titan.checkpoint_states import (
+    GENERATORS,
+    describe_excluded,
+    set_learning_rates,
+)
 from graph_trainer.titan.nonfinite_guard import local_tensor
 
 _SHOWN = 5
@@ -293,6 +303,14 @@ class CheckedCheckpointManager(CheckpointManager):
             )
         return super()._load()
 
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        if self.exclude_from_loading and not model_only:
+            logger.info(
+                "Not loaded, by checkpoint.exclude_from_loading: "
+                f"{describe_excluded(self.exclude_from_loading)}"
+            )
+        return super()._states_to_load(model_only)
+
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
@@ -338,9 +356,8 @@ class CheckedCheckpointManager(CheckpointManager):
                 )
                 self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(weights))
                 return
-            dcp.load(
-                state_dict, storage_reader=DataReader(checkpoint_id), planner=DataLoadPlanner()
-            )
+            planner = DataLoadPlanner(optional=GENERATORS)
+            dcp.load(state_dict, storage_reader=DataReader(checkpoint_id), planner=planner)
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
             errors = [e for e, _ in error.failures.values()]
             remedy = self.remedy or (
@@ -356,6 +373,30 @@ class CheckedCheckpointManager(CheckpointManager):
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+        if state_dict.keys() & self.states.keys():  # else the model alone is loaded
+            self._replace_what_was_not_loaded(state_dict.keys(), planner.missing, checkpoint_id)
+
+    def _replace_what_was_not_loaded(
+        self, loaded: Container[str], missing: Sequence[str], checkpoint_id: str
+    ) -> None:
+        """Set what a run that goes on needs and a state that was not loaded would have given.
+
+        Args:
+            loaded: the names of the states.
+            missing: what the checkpoint lacks of the random generators.
+        """
+        set_learning_rates(self.states[LR_SCHEDULER])
+        generators = self.states.get(GENERATORS)
+        if generators is None or (GENERATORS in loaded and not missing):
+            return
+        step = self.states[TRAIN_STATE].state_dict()["step"]
+        generators.seed(step)
+        if missing:
+            logger.info(
+                f"{checkpoint_id} has no state of random generators for this mesh "
+                f"({generators.mesh}): random numbers, as of dropout, come from debug.seed and "
+                f"step {step}, and are not those of a run without a break"
+            )
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
