@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,10 @@ from torchtitan.components.checkpointer.base import (
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 
-GENERATORS = "generators"
+GENERATORS: Final = "generators"
 
-WITHOUT = {
+StateName = Literal["optimizer", "lr_scheduler", "dataloader", "train_state", "generators"]
+WITHOUT: dict[StateName, str] = {
     OPTIMIZER: "its moments begin at zero; the learning rate follows the schedule",
     LR_SCHEDULER: "the learning rate begins with the first step of the schedule",
     DATALOADER: "data are read from their beginning",
@@ -66,9 +67,9 @@ class Generators(Stateful):
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-def describe_excluded(names: Iterable[str]) -> str:
+def describe_excluded(names: Iterable[StateName]) -> str:
     """Format what starts anew where these states are not loaded."""
-    return "; ".join(f"{name} ({WITHOUT.get(name, 'as a new run begins')})" for name in names)
+    return "; ".join(f"{name} ({WITHOUT[name]})" for name in names)
 
 
 def set_learning_rates(schedulers: LRSchedulersContainer) -> None:

@@ -49,6 +49,7 @@ from graph_trainer.titan.checkpoint_files import (
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 from graph_trainer.titan.checkpoint_states import (
     GENERATORS,
+    StateName,
     describe_excluded,
     set_learning_rates,
 )
@@ -83,6 +84,12 @@ class CheckedCheckpointManager(CheckpointManager):
         Write a SHA-256 digest of every file with a checkpoint (SHA256SUMS), and compare all bytes
         with the digests before a checkpoint is loaded. Switched off, files are only checked for
         existence and size.
+        """
+
+        exclude_from_loading: list[StateName] = dataclasses.field(default_factory=list)
+        """
+        States of a checkpoint that a run which goes on from it does not load; the log says what
+        then starts anew.
         """
 
     def __init__(self, config: Config, **components: Any) -> None:

@@ -47,6 +47,11 @@ KEYS_AND_TYPES = (
     Bad('training.steps = "ten"', "Write training.steps = 1"),
     Bad('training.local_batch_size = "4"', "Write training.local_batch_size = 4."),
     Bad('checkpoint.enable = "no"', "Write checkpoint.enable = false."),
+    Bad(
+        'checkpoint.exclude_from_loading[1] = "optimiser": not one of the known values',
+        'Did you mean optimizer? Write "optimizer", "lr_scheduler", "dataloader"',
+        '[checkpoint]\nexclude_from_loading = ["generators", "optimiser"]',
+    ),
     Bad('optimizer.lr = "1e-3"', "Write optimizer.lr = 1e-3"),
     Bad("training.steps = true", "Write training.steps = 1"),
     Bad("training.steps = 1.5", "Write training.steps = 1"),
