@@ -136,11 +136,8 @@ class CheckedCheckpointManager(CheckpointManager):
         weights = self._for_hugging_face(state_dict) if to_hf else {}
         saved: Future[Any] | AsyncSaveResponse | None = None
         with self._errors_of_saving():
-            if dist.get_rank() == 0:
-                # What cannot be removed cannot be written either: all ranks get that error.
-                with contextlib.suppress(OSError):
-                    empty(Path(checkpoint_id))
-            dist.barrier()
+            first = dist.get_rank() == 0
+            _on_all_ranks(lambda: empty(Path(checkpoint_id)) if first else None)
             writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
                 self._save_for_hugging_face(weights, Path(checkpoint_id) / "unfinished")
@@ -231,7 +228,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     @contextlib.contextmanager
     def _errors_of_saving(self) -> Iterator[None]:
-        """Remove the checkpoint that an error leaves unfinished, and name it in the error.
+        """Remove what an error leaves of a checkpoint, where it can be, and name it in the error.
 
         The exception reaches all ranks, because it comes out of an exchange between them.
         """
@@ -241,12 +238,15 @@ class CheckedCheckpointManager(CheckpointManager):
             if filesystem.is_remote(self._saving):
                 raise
             unfinished = Path(self._saving)
-            if dist.get_rank() == 0 and not is_complete(unfinished):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            left = "The one that was there before and those of other steps"
+            if not is_complete(unfinished):
+                left = "What is left of its files is never loaded; checkpoints of other steps"
+                if dist.get_rank() == 0:
+                    shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint {unfinished} could not be written: {_reasons(error)}. Its files "
-                "are removed; checkpoints of other steps are as they were. Free space or correct "
-                f"the cause named above, or {self.elsewhere}, then start again."
+                f"the checkpoint {unfinished} could not be written: {_reasons(error)}. {left} "
+                "stay as they were. Free space or correct the cause named above, or "
+                f"{self.elsewhere}, then start again."
             ) from error
 
     def _purge_stale_checkpoints(self) -> None:
