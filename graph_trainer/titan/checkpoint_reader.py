@@ -84,10 +84,11 @@ class DataLoadPlanner(DefaultLoadPlanner):
     Args:
         optional: a state of which the checkpoint may lack values. What it lacks stays as it is,
             and its names are in `missing` afterwards.
+        options: of torch's planner.
     """
 
-    def __init__(self, optional: str = "") -> None:
-        super().__init__()
+    def __init__(self, optional: str = "", **options: bool) -> None:
+        super().__init__(**options)
         self._optional = optional
         self.missing: list[str] = []
 
