@@ -79,7 +79,32 @@ class DataReader(FileSystemReader):
 
 
 class DataLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, but loading a value that is not a tensor runs no code."""
+    """torch's planner, but loading a value that is not a tensor runs no code.
+
+    Args:
+        optional: a state of which the checkpoint may lack values. What it lacks stays as it is,
+            and its names are in `missing` afterwards.
+        options: of torch's planner.
+    """
+
+    def __init__(self, optional: str = "", **options: bool) -> None:
+        super().__init__(**options)
+        self._optional = optional
+        self.missing: list[str] = []
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        for name in [*self.state_dict]:
+            optional = name.partition(".")[0] == self._optional
+            if optional and name not in metadata.state_dict_metadata:
+                self.missing.append(name)
+                del self.state_dict[name]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state that is loaded.

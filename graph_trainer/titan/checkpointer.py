@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torchtitan.components.checkpointer.base import MODEL, BaseCheckpointManager
+from torchtitan.components.checkpointer.base import (
+    LR_SCHEDULER,
+    MODEL,
+    TRAIN_STATE,
+    BaseCheckpointManager,
+)
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
@@ -42,6 +47,12 @@ from graph_trainer.titan.checkpoint_files import (
     steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
+from graph_trainer.titan.checkpoint_states import (
+    GENERATORS,
+    StateName,
+    describe_excluded,
+    set_learning_rates,
+)
 from graph_trainer.titan.nonfinite_guard import local_tensor
 
 _SHOWN = 5
@@ -73,6 +84,12 @@ class CheckedCheckpointManager(CheckpointManager):
         Write a SHA-256 digest of every file with a checkpoint (SHA256SUMS), and compare all bytes
         with the digests before a checkpoint is loaded. Switched off, files are only checked for
         existence and size.
+        """
+
+        exclude_from_loading: list[StateName] = dataclasses.field(default_factory=list)
+        """
+        States of a checkpoint that a run which goes on from it does not load; the log says what
+        then starts anew.
         """
 
     def __init__(self, config: Config, **components: Any) -> None:
@@ -119,11 +136,8 @@ class CheckedCheckpointManager(CheckpointManager):
         weights = self._for_hugging_face(state_dict) if to_hf else {}
         saved: Future[Any] | AsyncSaveResponse | None = None
         with self._errors_of_saving():
-            if dist.get_rank() == 0:
-                # What cannot be removed cannot be written either: all ranks get that error.
-                with contextlib.suppress(OSError):
-                    empty(Path(checkpoint_id))
-            dist.barrier()
+            first = dist.get_rank() == 0
+            _on_all_ranks(lambda: empty(Path(checkpoint_id)) if first else None)
             writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
                 self._save_for_hugging_face(weights, Path(checkpoint_id) / "unfinished")
@@ -214,7 +228,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     @contextlib.contextmanager
     def _errors_of_saving(self) -> Iterator[None]:
-        """Remove the checkpoint that an error leaves unfinished, and name it in the error.
+        """Remove what an error leaves of a checkpoint, where it can be, and name it in the error.
 
         The exception reaches all ranks, because it comes out of an exchange between them.
         """
@@ -224,12 +238,15 @@ class CheckedCheckpointManager(CheckpointManager):
             if filesystem.is_remote(self._saving):
                 raise
             unfinished = Path(self._saving)
-            if dist.get_rank() == 0 and not is_complete(unfinished):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            left = "The one that was there before and those of other steps"
+            if not is_complete(unfinished):
+                left = "What is left of its files is never loaded; checkpoints of other steps"
+                if dist.get_rank() == 0:
+                    shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint {unfinished} could not be written: {_reasons(error)}. Its files "
-                "are removed; checkpoints of other steps are as they were. Free space or correct "
-                f"the cause named above, or {self.elsewhere}, then start again."
+                f"the checkpoint {unfinished} could not be written: {_reasons(error)}. {left} "
+                "stay as they were. Free space or correct the cause named above, or "
+                f"{self.elsewhere}, then start again."
             ) from error
 
     def _purge_stale_checkpoints(self) -> None:
@@ -293,6 +310,14 @@ class CheckedCheckpointManager(CheckpointManager):
             )
         return super()._load()
 
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        if self.exclude_from_loading and not model_only:
+            logger.info(
+                "Not loaded, by checkpoint.exclude_from_loading: "
+                f"{describe_excluded(self.exclude_from_loading)}"
+            )
+        return super()._states_to_load(model_only)
+
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
@@ -338,9 +363,8 @@ class CheckedCheckpointManager(CheckpointManager):
                 )
                 self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(weights))
                 return
-            dcp.load(
-                state_dict, storage_reader=DataReader(checkpoint_id), planner=DataLoadPlanner()
-            )
+            planner = DataLoadPlanner(optional=GENERATORS)
+            dcp.load(state_dict, storage_reader=DataReader(checkpoint_id), planner=planner)
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
             errors = [e for e, _ in error.failures.values()]
             remedy = self.remedy or (
@@ -356,6 +380,30 @@ class CheckedCheckpointManager(CheckpointManager):
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
+        if state_dict.keys() & self.states.keys():  # else the model alone is loaded
+            self._replace_what_was_not_loaded(state_dict.keys(), planner.missing, checkpoint_id)
+
+    def _replace_what_was_not_loaded(
+        self, loaded: Container[str], missing: Sequence[str], checkpoint_id: str
+    ) -> None:
+        """Set what a run that goes on needs and a state that was not loaded would have given.
+
+        Args:
+            loaded: the names of the states.
+            missing: what the checkpoint lacks of the random generators.
+        """
+        set_learning_rates(self.states[LR_SCHEDULER])
+        generators = self.states.get(GENERATORS)
+        if generators is None or (GENERATORS in loaded and not missing):
+            return
+        step = self.states[TRAIN_STATE].state_dict()["step"]
+        generators.seed(step)
+        if missing:
+            logger.info(
+                f"{checkpoint_id} has no state of random generators for this mesh "
+                f"({generators.mesh}): random numbers, as of dropout, come from debug.seed and "
+                f"step {step}, and are not those of a run without a break"
+            )
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, MODELS, Flags
 from tests.integration.matrix import rows as rows_of
 from tests.integration.recorded import EAGER, Recorded, differing
 
+from torchtitan.models.llama3.model import Llama3TransformerBlock  # isort: skip; graph_trainer comes first
+
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 SAVED = 2
@@ -41,7 +44,7 @@ _OTHER_DATA: Flags = {"checkpoint.exclude_from_loading": "dataloader"}
 
 
 def saved(folder: Path, _: str) -> dict[str, Any]:
-    """Four steps on fsdp 4; two of them again from the checkpoint, on the same mesh and another.
+    """Four steps on fsdp 4; two of them again from the checkpoint on another mesh.
 
     Leaves the checkpoint, and the batches of the last two steps in `batches_after.pt`.
     """
@@ -54,19 +57,44 @@ def saved(folder: Path, _: str) -> dict[str, Any]:
     for _ in range(2):
         whole.step()
     _save_global_batches(seen, folder / "batches_after.pt")
-    result = {"losses": whole.global_losses()}
-    again = resumed(_FLAGS | FSDP4, folder / "ours")
-    result["resumed_at"] = again.trainer.step
-    for _ in range(2):
-        again.step()
-    result["differing"] = differing(whole, again, last=2)
-    again.close()
+    result: dict[str, Any] = {"losses": whole.global_losses(), "seed": torch.initial_seed()}
     whole.close()
     other = resumed(_FLAGS | FSDP2_TP2, folder / "ours")
+    result["seed_on_fsdp2_tp2"] = torch.initial_seed()
     for _ in range(2):
         other.step()
     result["fsdp2_tp2"] = other.global_losses()
     other.close()
+    return result
+
+
+def dropout_resumed(folder: Path, _: str) -> dict[str, Any]:
+    """Four captured steps with dropout; two of them again from the checkpoint, captured and eager.
+
+    Ranks draw different numbers, as where they have drawn initial values of uneven shards.
+    """
+    forward = Llama3TransformerBlock.forward
+
+    def forward_and_drop(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return nn.functional.dropout(forward(self, *args, **kwargs), 0.2, self.training)
+
+    with patch.object(Llama3TransformerBlock, "forward", forward_and_drop):
+        whole = Recorded(_FLAGS | FSDP4, folder / "dropout")
+        torch.manual_seed(dist.get_rank())
+        for _ in range(SAVED):
+            whole.step()
+        whole.trainer.checkpointer.save(whole.trainer.step)
+        for _ in range(2):
+            whole.step()
+        result: dict[str, Any] = {"resumed_at": []}
+        for mode, flags in {"captured": {}, "eager": EAGER}.items():
+            again = resumed(_FLAGS | FSDP4 | flags, folder / "dropout")
+            result["resumed_at"].append(again.trainer.step)
+            for _ in range(2):
+                again.step()
+            result[mode] = differing(whole, again, last=2)
+            again.close()
+        whole.close()
     return result
 
 

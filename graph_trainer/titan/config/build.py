@@ -426,9 +426,11 @@ class _Builder:
         # behind its list, which is what is wrong.
         place = findings[0]["loc"][: -1 if findings[0]["type"] == "missing" else None]
         among: Sequence[Any] = ()
+        options: Sequence[Any] = field.options
         for index in takewhile(lambda step: isinstance(step, int), place):
             among, value, key = value, value[index], f"{key}[{index}]"
-        literals = [each for each in field.options if typing.get_origin(each) is Literal]
+            options = [entry for each in options for entry in typing.get_args(each)]
+        literals = [each for each in options if typing.get_origin(each) is Literal]
         if literals:
             choices = [choice for each in literals for choice in typing.get_args(each)]
             self.refuse(key, value, *wrong_choice(value, choices))

@@ -137,6 +137,23 @@ def test_a_failed_save_leaves_what_was_complete(manager: CheckedCheckpointManage
     assert steps(manager) == [1]
 
 
+def test_a_checkpoint_that_cannot_be_removed_stays_as_it_was(
+    manager: CheckedCheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder that another user owns, whose files may be writable."""
+    path = saved(manager, 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(CheckpointError, match="Permission denied.* was there before"):
+            manager.dcp_save({"weight": torch.zeros(2, 2)}, str(path), AsyncMode.DISABLED)
+    assert damage(path) == []
+    assert manager.load(1)
+
+
 def test_a_failed_save_to_remote_storage_removes_no_local_files(
     manager: CheckedCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,11 @@ def of_a_group(
 TAKES = "such as { lr = 1e-3 }"
 IN_FILES = (
     Bad(
+        'checkpoint.exclude_from_loading[1] = "optimiser": not one of the known values',
+        'Did you mean optimizer? Write "optimizer", "lr_scheduler", "dataloader"',
+        '[checkpoint]\nexclude_from_loading = ["generators", "optimiser"]',
+    ),
+    Bad(
         "optimizer.betas = [0.9]: expected a list of 2",
         "= [0.9, ...].",
         "[optimizer]\nbetas = [0.9]",
