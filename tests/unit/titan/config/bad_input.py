@@ -194,7 +194,6 @@ IN_FILES = (
     of_a_pass(
         "compile.schedule_overlap.max_in_flight_mib = 0.0", "a number of MiB above 0", SCHEDULED
     ),
-    of_a_pass("compile.schedule_overlap.max_peak_growth = -0.5", "a part of the peak", SCHEDULED),
     of_a_pass(
         "compile.schedule_overlap.max_consecutive_compute = 0", "must be at least 1", SCHEDULED
     ),
