@@ -2,11 +2,15 @@
 
     python -m benchmarks.communication                          # 8B and 70B, many minutes
     python -m benchmarks.communication --cases 8b:16:8:2        # config:fsdp:tp:batch
+    python -m benchmarks.communication --caps 2560 8192 32768   # overlap within fixed caps
 
 Each case is captured once, in a process of its own, as `graph-trainer plan` captures it; every
 variant starts from a copy of that graph, the peer's passes too, and all are simulated on the same
 hardware. Activation checkpointing is off, so that nothing is recomputed that gathers could hide
 behind, and so that both sides keep the same.
+
+With `--caps` the cases are as their configs have them, checkpointing included, and only what
+`schedule_overlap` may have in flight differs: as much as memory allows, or a fixed number of MiB.
 """
 
 from __future__ import annotations
@@ -20,6 +24,10 @@ from typing import Any
 
 # A batch of as many sequences as ranks share one, so that each rank computes one.
 CASES = ("8b:128:1:1", "8b:16:8:8", "70b:32:8:8")
+CAP_CASES = (
+    *("8b:8:1:1", "8b:64:1:1", "8b:512:1:1", "70b:64:1:1", "70b:512:1:1", "405b:512:1:1"),
+    *("qwen3/30b-a3b:64:1:1", "qwen3/30b-a3b:512:1:1", "deepseek_v3/671b:512:1:1"),
+)
 POLICIES = ("always", "never")
 STRATEGIES = ("transformer_block", "size", "auto")
 # "default" is the default pass list as it is: "transformer_block", with schedule_overlap.
@@ -39,9 +47,11 @@ def main() -> None:
     keys += ("unfused_qkv", "reduce_dtype")
     common = {key: getattr(arguments, key) for key in keys}
     results = []
-    for case in arguments.cases:
-        results.append(in_a_process({"case": case, **common}))
-        print_tables(results[-1])
+    if arguments.caps:
+        print(CAPS_HEADING)
+    for case in arguments.cases or (CAP_CASES if arguments.caps else CASES):
+        results.append(in_a_process({"case": case, "caps": arguments.caps, **common}))
+        (print_caps if arguments.caps else print_tables)(results[-1])
         sys.stdout.flush()
     text = json.dumps(results)
     print(text)
@@ -52,7 +62,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CONFIG:FSDP:TP:BATCH")
+    parser.add_argument("--cases", nargs="+", metavar="CONFIG:FSDP:TP:BATCH")
+    parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help="compare these caps")
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=list(POLICIES))
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--hardware", default="h100-sxm")
@@ -77,14 +88,34 @@ def in_a_process(wanted: dict[str, Any]) -> dict[str, Any]:
 
 def measure(wanted: dict[str, Any]) -> dict[str, Any]:
     """Capture a case and simulate its variants."""
-    from benchmarks.simulated import captured_case, simulated_variants
+    from benchmarks.simulated import captured_case, simulated_caps, simulated_variants
 
+    if wanted["caps"]:
+        return simulated_caps(wanted)
     case = captured_case(wanted)
     rows = []
     for policy in wanted["policies"]:
         variants = simulated_variants(case, policy, wanted)
         rows += [{"policy": policy, "variant": name, **row} for name, row in variants]
     return {"wanted": wanted, "nodes": len(case.joint.graph.nodes), "rows": rows}
+
+
+CAPS_HEADING = (
+    f"{'case':<26}{'largest':>8}{'left':>7}{'plain':>9}{'default':>9}{'grows':>7}{'best':>9}"
+    f"{'at MiB':>8}{'ratio':>7}"
+)
+
+
+def print_caps(result: dict[str, Any]) -> None:
+    """One line a case: the step with the default, and with the best of the fixed caps."""
+    fixed = {float(cap): seconds for cap, seconds in result["fixed"].items()}
+    best = min(fixed, key=fixed.__getitem__)
+    print(
+        f"{result['wanted']['case']:<26}{result['largest_bytes'] / _GIB:>8.2f}"
+        f"{result['left_bytes'] / _GIB:>7.1f}{1e3 * result['plain']:>9.1f}"
+        f"{1e3 * result['default']:>9.1f}{result['grown_bytes'] / _GIB:>7.2f}"
+        f"{1e3 * fixed[best]:>9.1f}{best:>8g}{result['default'] / fixed[best]:>7.3f}"
+    )
 
 
 def print_tables(result: dict[str, Any]) -> None:

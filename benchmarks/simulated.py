@@ -18,6 +18,9 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
+from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
+from graph_trainer.core.passes.pipeline import run_before
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
@@ -60,6 +63,50 @@ def captured_case(wanted: dict[str, Any]) -> Captured:
             layer.attention.qkv_linear = separate(layer.attention.qkv_linear)
     run = FakeRank(config, ranks)
     return Captured(config, run.parallel_dims, run.capture())
+
+
+def simulated_caps(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Simulate a case with the passes of its config, whatever may be in flight.
+
+    Returns:
+        seconds of a step before `schedule_overlap` ("plain"), with its "default", and by cap
+        ("fixed"); the bytes of the largest collective of a parameter or gradient, those that are
+        left beside what the plain step needs, and those by which the default raises that.
+    """
+    name, fsdp, tensor, batch = wanted["case"].split(":")
+    family, _, flavor = name.rpartition("/")
+    ranks = int(fsdp) * int(tensor)
+    config = load_config(
+        [
+            *("--module", f"graph_trainer.{family or 'llama3'}", "--config", flavor),
+            *("--comm.mode", "fake_backend", "--training.local_batch_size", batch),
+            *("--parallelism.tensor_parallel_degree", tensor),
+        ],
+        world_size=ranks,
+    )
+    run, hardware = FakeRank(config, ranks), load_hardware(wanted["hardware"])
+    joint = run.capture()
+    context = run_before(joint, run.pass_config(hardware=hardware), schedule_overlap)
+    plain = context.simulate(joint)
+
+    def scheduled(cap: float | None) -> Simulation:
+        trial = copy_graph(joint)
+        options = ScheduleOverlapOptions(max_in_flight_mib=cap)
+        schedule_overlap.function(trial, options, context)
+        return context.simulate(trial)
+
+    default = scheduled(None)
+    seconds = {cap: scheduled(cap).timeline.step_seconds for cap in wanted["caps"]}
+    of_fsdp = [c.input_bytes + c.output_bytes for c in plain.collectives if c.role]
+    return {
+        "wanted": wanted,
+        "plain": plain.timeline.step_seconds,
+        "default": default.timeline.step_seconds,
+        "fixed": seconds,
+        "largest_bytes": max(of_fsdp),
+        "left_bytes": context.allowed_bytes(joint) - plain.need().total,
+        "grown_bytes": default.need().total - plain.need().total,
+    }
 
 
 def separate(fused: FusedQKVLinear.Config) -> QKVLinear.Config:

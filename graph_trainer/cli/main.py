@@ -201,8 +201,9 @@ def print_passes(argv: Sequence[str]) -> int:
     for each in sorted(passes.values(), key=lambda p: p.stage):
         defaults = each.options_type()
         options = [
-            f"  {field.name} = {json.dumps(getattr(defaults, field.name), default=repr)}"
+            f"  {field.name} = " + ("unset" if value is None else json.dumps(value, default=repr))
             for field in dataclasses.fields(defaults)
+            for value in [getattr(defaults, field.name)]
         ]
         # Text and not markup, which would take "x[0]" in a summary for a style.
         described = Text("\n".join([each.summary, *options]), overflow="fold")

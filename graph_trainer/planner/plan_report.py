@@ -30,6 +30,7 @@ from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.context_parallel import applied_method
 
 SCHEMA = "graph_trainer.plan/2"
 """Changes when a key changes its meaning or goes; new keys do not change it."""
@@ -67,6 +68,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "runtime": simulation.runtime.name,
         "world_size": plan.world_size,
         "rank": plan.rank,
+        "context_parallel_method": context_parallel_method(plan),
         "parameters": plan.num_parameters,
         "nodes": plan.rows[-1].nodes,
         "ledger": [_row(row) for row in plan.rows],
@@ -127,6 +129,17 @@ def readable_report(plan: Plan) -> dict[str, Any]:
     return report
 
 
+def context_parallel_method(plan: Plan) -> str | None:
+    """Return how attention sees a sequence that ranks share; None where each has its own."""
+    parallelism, spec = plan.config.parallelism, plan.config.model_spec
+    degree = parallelism.context_parallel_degree
+    if spec is None or degree == 1:
+        return None
+    layers: Any = spec.model.layers
+    method = parallelism.context_parallel_method
+    return applied_method(method, layers, degree, parallelism.tensor_parallel_degree)
+
+
 def _settings(plan: Plan) -> str:
     """Format what was planned: mesh, batch, sequence, activation policy, reshard, backend."""
     config, replicas = plan.config, plan.world_size // plan.ranks_per_batch
@@ -139,13 +152,15 @@ def _settings(plan: Plan) -> str:
     mesh = {"dp_shard": plan.world_size // math.prod(others.values()), **others}
     mesh["ep"] = parallelism.expert_parallel_degree
     shown = " x ".join(f"{name} {degree}" for name, degree in mesh.items() if degree > 1)
+    method = context_parallel_method(plan)
     batch = training.local_batch_size
     section = config.activation_checkpoint
     policy = POLICIES.get(type(section), type(section).__qualname__) if section else "none"
     limit = config.compile.memory_limit_gib
     return (
         f"mesh {shown or 'of one rank'}; batch {batch} local, "
-        f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}; "
+        f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}"
+        f"{f', split by {method}' if method else ''}; "
         f"activation policy {policy}; reshard {parallelism.fsdp_reshard_after_forward}; "
         f"backend {config.compile.backend}" + (f"; limit {limit:g} GiB" if limit else "")
     )

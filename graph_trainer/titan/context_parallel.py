@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ from graph_trainer.core.sharding.context_parallel import (
     places,
 )
 
-Method = Literal["all_gather", "ulysses"]
+Applied = Literal["all_gather", "ulysses"]
+Method = Literal["auto", "all_gather", "ulysses"]
 
 _BLOCKS = ("layers.", "mtp_layers.")
 """Where a decoder has its blocks. A vision encoder, say, has attention of another kind."""
@@ -32,10 +34,34 @@ _WITH_MASK = [
 ]
 
 
+def heads_that_do_not_divide(layers: Sequence[Any], degree: int, tensor: int) -> str:
+    """Describe the first heads that so many context- and tensor-parallel ranks cannot split evenly;
+    "" where there are none.
+
+    Args:
+        layers: configs of a decoder's layers.
+    """
+    for index, layer in enumerate(layers):
+        attention = getattr(layer, "attention", None)
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(attention, name, None)
+            if heads is not None and heads % (degree * tensor):
+                return f"{name} = {heads} of layers.{index}"
+    return ""
+
+
+def applied_method(method: Method, layers: Sequence[Any], degree: int, tensor: int) -> Applied:
+    """Return the method that "auto" stands for: "ulysses" where heads divide. Arguments are those
+    of `heads_that_do_not_divide`."""
+    if method != "auto":
+        return method
+    return "all_gather" if heads_that_do_not_divide(layers, degree, tensor) else "ulysses"
+
+
 def apply_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup | None,
-    method: Method,
+    method: Applied,
     dtype: torch.dtype,
     *,
     document_mask: bool = False,

@@ -28,7 +28,11 @@ from graph_trainer.core.sharding.simple_fsdp import (
 )
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.activation_policies import POLICIES
-from graph_trainer.titan.context_parallel import apply_context_parallel
+from graph_trainer.titan.context_parallel import (
+    Applied,
+    applied_method,
+    apply_context_parallel,
+)
 
 SUPPORTED: dict[str, bool | int | str] = {
     "training.enable_cpu_offload": False,
@@ -73,8 +77,13 @@ def parallelize_decoder(
     shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    method, document_mask = ours.context_parallel_method, ours.document_mask
-    apply_context_parallel(model, shares, method, dtype, document_mask=document_mask)
+    method: Applied = "all_gather"
+    if shares is not None:
+        layers: Any = model.config.layers  # type: ignore[union-attr]
+        degrees = parallel_dims.cp, parallel_dims.tp
+        method = applied_method(ours.context_parallel_method, layers, *degrees)
+        logger.info(f"Applied context parallelism ({method}) over {parallel_dims.cp} ranks")
+    apply_context_parallel(model, shares, method, dtype, document_mask=ours.document_mask)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
         if getattr(model, "enable_weight_tying", False):

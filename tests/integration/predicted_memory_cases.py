@@ -200,7 +200,8 @@ def cases(ranks: int) -> dict[str, tuple[str, Flags, tuple[str, ...]]]:
         tensor = {"parallelism.tensor_parallel_degree": 2}
         found["tensor_parallel"] = ("wide", WIDE | tensor, ("never",))
         found["experts"] = ("debug", EXPERTS, ("never",))
-        context = {"parallelism.context_parallel_degree": 2}
+        key = "parallelism.context_parallel"
+        context = {f"{key}_degree": 2, f"{key}_method": "all_gather"}  # whose mask takes memory
         found["context_parallel"] = ("debug", {"training.seq_len": 128} | context, ("never",))
     return found
 

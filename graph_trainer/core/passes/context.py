@@ -15,10 +15,12 @@ from graph_trainer.core.simulation.simulate import (
     NO_OTHER_MEMORY,
     OtherMemory,
     Simulation,
+    need_of,
+    predicted_memory,
     simulate,
 )
 from graph_trainer.core.suggest import did_you_mean
-from graph_trainer.core.units import NANOSECONDS
+from graph_trainer.core.units import GIB, NANOSECONDS
 from graph_trainer.errors import PassError
 
 ReshardAfterForward = Literal["default", "always", "never", "auto"]
@@ -166,6 +168,19 @@ class PassContext:
     def simulate(self, joint: JointGraph) -> Simulation:
         """Simulate this rank's step as the graph is now. Linear in nodes."""
         return simulate(joint, self.hardware_for(joint), self.settings.other_memory(joint))
+
+    def allowed_bytes(self, joint: JointGraph) -> int:
+        """Return the bytes that a step may need: the memory limit, else what a device of the
+        profile has, whatever this rank's device has free."""
+        limit = self.settings.memory_limit_gib
+        return int(limit * GIB) if limit else self.hardware_for(joint).memory_bytes
+
+    def needed_on_all_ranks(self, joint: JointGraph) -> int:
+        """Return the most bytes that any rank needs of its device, as the graph is now. One
+        all-reduce. n log n in storages."""
+        hardware = self.hardware_for(joint)
+        memory = predicted_memory(joint, hardware, self.settings.other_memory(joint))
+        return self.agreement.all_reduce_max(need_of(memory, hardware).total)
 
     def simulate_on_all_ranks(self, joint: JointGraph) -> SlowestStep:
         """Simulate every rank's step as the graph is now. Three all-reduces. Linear in nodes."""

@@ -90,9 +90,7 @@ class Budget:
         """Return the most bytes that any rank needs of its device, remembered for the latest graph
         until `changed` is called. n log n in storages."""
         if self._latest is None or self._latest[0] is not joint:
-            hardware = self._context.hardware_for(joint)
-            need = need_of(self.memory(joint, hardware), hardware)
-            self._latest = joint, self._context.agreement.all_reduce_max(need.total)
+            self._latest = joint, self._context.needed_on_all_ranks(joint)
         return self._latest[1]
 
     def changed(self) -> None:

@@ -9,6 +9,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from graph_trainer.core.suggest import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
+from graph_trainer.titan.context_parallel import heads_that_do_not_divide
 from graph_trainer.titan.routing import mixtures_of
 
 _DEGREE = "parallelism.context_parallel_degree"
@@ -41,19 +42,17 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
                 f"Set {key} = {unset}.",
             )
             return
-        for name in ("n_heads", "n_kv_heads"):
-            heads = getattr(attention, name, None)
-            splits_heads = degree > 1 and parallelism.context_parallel_method == "ulysses"
-            if splits_heads and heads is not None and heads % (degree * tensor):
-                yield Problem(
-                    _DEGREE,
-                    f'{_METHOD} = "ulysses" splits heads, and {degree} x tensor_parallel_degree '
-                    f"{tensor} does not divide the {name} = {heads} of layers.{index}",
-                    f'Set {_METHOD} = "all_gather", or lower the degree.',
-                    (_METHOD, _TENSOR),
-                )
-                return
     if degree == 1:
+        return
+    undivided = heads_that_do_not_divide(layers, degree, tensor)
+    if undivided and parallelism.context_parallel_method == "ulysses":
+        yield Problem(
+            _DEGREE,
+            f'{_METHOD} = "ulysses" splits heads, and {degree} x tensor_parallel_degree {tensor} '
+            f"does not divide the {undivided}",
+            f'Set {_METHOD} = "all_gather", or lower the degree.',
+            (_METHOD, _TENSOR),
+        )
         return
     if parallelism.context_parallel_load_balancer != "headtail":
         problem = "not how graph_trainer splits a sequence"

@@ -160,11 +160,12 @@ class GraphParallelismConfig(ParallelismConfig):
     step only.
     """
 
-    context_parallel_method: Method = "all_gather"
+    context_parallel_method: Method = "auto"
     """
-    How attention sees the whole sequence where context_parallel_degree splits it: "all_gather"
-    gathers keys and values beside the queries of this rank, and masks later tokens; "ulysses"
-    exchanges parts of the sequence for parts of the heads, which the degree must divide.
+    How attention sees the whole sequence where context_parallel_degree splits it: "ulysses"
+    exchanges parts of the sequence for parts of the heads, of queries and of keys, which the degree
+    times tensor_parallel_degree must divide; "all_gather" gathers keys and values beside the
+    queries of this rank, and masks later tokens. "auto" is "ulysses" where heads divide.
     """
 
     document_mask: bool = False

@@ -19,11 +19,14 @@ from graph_trainer.core.analysis.memory import Category, memory_of
 from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.sharding import context_parallel
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.plan_report import readable_report
 from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.context_parallel import apply_context_parallel
+from graph_trainer.titan.context_parallel import applied_method, apply_context_parallel
 from tests.unit.fake_ranks import in_threads
 
 from torchtitan.models.common.attention import ScaledDotProductAttention  # isort: skip
@@ -148,9 +151,9 @@ def config_of(*flags, base=(), degree=2):
     return config
 
 
-def captured(*flags, rank=0, **how):
+def captured(*flags, rank=0, method="all_gather", **how):
     """A rank's graph after the passes of its config, its collectives, and the report."""
-    config = config_of(*flags, **how)
+    config = config_of(*flags, "--parallelism.context_parallel_method", method, **how)
     degree = config.parallelism.context_parallel_degree
     fake = FakeRank(config, degree, rank, "cpu")
     joint = fake.capture()
@@ -174,10 +177,7 @@ GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
 def test_fsdp_and_attention_overlap_over_the_same_ranks():
     joint, found, report = captured()
-    per_layer = [(GATHER, "forward"), (SCATTER, "backward")]
-    assert attention_of(found) == [
-        (f"layers.{n}", *each) for n in range(LAYERS) for each in per_layer
-    ]
+    assert attention_of(found) == by_layer([(GATHER, "forward"), (SCATTER, "backward")])
     assert {c.ranks for c in found} == {(0, 1)}
     # The schedule moves both: the next layer's parameters are gathered ahead of keys and values.
     traffic = traffic_of(found)
@@ -201,11 +201,39 @@ def test_what_is_recomputed_gathers_again():
     ]
 
 
-def test_ulysses_exchanges_heads():
-    _, found, _ = captured("--parallelism.context_parallel_method", "ulysses")
-    kinds = [("all_to_all_single", phase) for phase in ("backward", "backward")]
-    kinds += [("all_to_all_single", phase) for phase in ("forward", "forward")]
-    assert attention_of(found) == by_layer(kinds)
+ALL_TO_ALL = "all_to_all_single"
+KINDS = {
+    "all_gather": [(GATHER, "forward"), (SCATTER, "backward")],
+    "ulysses": [(ALL_TO_ALL, "backward")] * 2 + [(ALL_TO_ALL, "forward")] * 2,
+}
+
+
+@pytest.mark.parametrize(("degree", "method"), [(2, "ulysses"), (32, "all_gather")])
+def test_heads_are_exchanged_by_default_where_they_divide(degree, method, caplog):
+    """The log and the plan say which method it is."""
+    with caplog.at_level("INFO"):
+        plan = make_plan(config_of(degree=degree), degree, load_hardware("cpu"), every_pass=False)
+    assert attention_of(collectives(plan.simulation.joint)) == by_layer(KINDS[method])
+    assert f"Applied context parallelism ({method})" in caplog.text
+    report = readable_report(plan)
+    assert report["context_parallel_method"] == method and method in report["settings"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "tensor", "method"),
+    [
+        (8, 8, 2, "ulysses"),
+        (8, 8, 4, "all_gather"),
+        (8, 2, 1, "all_gather"),
+        (8, None, 2, "ulysses"),
+    ],
+)
+def test_heads_of_queries_and_keys_divide_after_tensor_parallelism(
+    heads, key_heads, tensor, method
+):
+    layer = SimpleNamespace(attention=SimpleNamespace(n_heads=heads, n_kv_heads=key_heads))
+    layers = [SimpleNamespace(), layer]
+    assert applied_method("auto", layers, 4, tensor) == method
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
@@ -225,8 +253,7 @@ def test_activations_fall_with_the_degree(method, more):
     """What is alive between forward and backward is this rank's part of the sequence."""
     saved = {}
     for degree in (1, 2, 4):
-        flags = ["--training.seq_len", "256", "--parallelism.context_parallel_method", method]
-        joint, *_ = captured(*flags, degree=degree)
+        joint, *_ = captured("--training.seq_len", "256", method=method, degree=degree)
         saved[degree] = max(memory_of(joint).by_category[Category.ACTIVATIONS])
     for degree, part in more.items():
         assert 1 <= degree * saved[degree] / saved[1] <= 1 + part

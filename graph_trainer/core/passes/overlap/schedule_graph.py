@@ -85,8 +85,6 @@ class LaunchGroup:
 
     places: list[int]
     backward: bool
-    bytes: int
-    """What the collective sends and receives."""
     scratch_bytes: int
     """Bytes that preparing it takes at most, beside what is counted node by node."""
 
@@ -279,8 +277,7 @@ class ScheduleGraph:
     def _launch_group(self, chain: list[fx.Node]) -> LaunchGroup:
         collective = self._collective[chain[-1]]
         scratch = collective.input_bytes if collective.role is Role.UNSHARD else 0
-        both = collective.input_bytes + collective.output_bytes
-        return LaunchGroup([self.at[n] for n in chain], is_backward(chain[-1]), both, scratch)
+        return LaunchGroup([self.at[n] for n in chain], is_backward(chain[-1]), scratch)
 
     # --- what it takes ---------------------------------------------------------------------
 
@@ -318,9 +315,10 @@ class ScheduleGraph:
 
     def _memory(
         self, kept_inside: set[Storage]
-    ) -> tuple[dict[Storage, Stored], list[list[Stored]], list[tuple[int, list[int]]]]:
-        """Return the storages; by place, those that the node allocates; and the peak with how many
-        bytes fewer are alive at every place: as the ops run one by one, and as they run fused."""
+    ) -> tuple[dict[Storage, Stored], list[list[Stored]], list[int]]:
+        """Return the storages; by place, those that the node allocates; and by place, how many
+        bytes fewer than at the peak are alive: the least of as the ops run one by one, and as they
+        run fused."""
         lives = lifetimes(self._joint, scratch=scratch_bytes(self._joint, self.hardware.device))
         stored: dict[Storage, Stored] = {}
         makes: list[list[Stored]] = [[] for _ in self.nodes]
@@ -354,8 +352,8 @@ class ScheduleGraph:
         for each in spans:
             most = max(live_bytes(len(self.nodes), each))
             alive = live_bytes(len(self.nodes), [*each, *gathering])
-            headroom.append((most, [most - num for num in alive]))
-        return stored, makes, headroom
+            headroom.append([most - num for num in alive])
+        return stored, makes, list(map(min, zip(*headroom, strict=True)))
 
 
 def _is_fsdp(node: fx.Node) -> bool:

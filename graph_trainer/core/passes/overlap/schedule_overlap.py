@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import traffic_of
-from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import getitems_of, is_collective, is_wait
@@ -16,10 +16,13 @@ from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.scheduler import KEY, ScheduleOverlapOptions, Scheduler
-from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.timeline import Timeline, play
-from graph_trainer.core.units import GIB
+from graph_trainer.core.units import gib
 
+_TRIES = 3
+"""Orders that are tried at most where memory is short, before the one that leaves the peak."""
+_MARGIN = 0.9
+"""By what the next order's growth is below what would just fit."""
 _LEAST = 5e-6
 """Seconds by which exposed time must change for a line of its own."""
 
@@ -48,14 +51,16 @@ def schedule_overlap(
 
     Cannot hang: the ranks of a group have the same schedule graph (see `schedule_graph`) and decide
     alike; where batches or tensor-parallel parts have different sizes, so that ranks would decide
-    differently, none of them moves anything. Bounds memory: the predicted peak grows by
-    `max_peak_growth` at most, as predicted for a rank that stores the most rows of every
-    parameter. No heavy node overtakes more than `max_consecutive_compute` others, and none
-    overtakes while a reduction is ready that may not start yet. n log n in nodes.
+    differently, none of them moves anything. Bounds memory: what a step needs grows up to the
+    memory limit at most, or up to what a device of the hardware's profile has, gaps of the
+    allocator included, and at no node by more than `max_in_flight_mib`, where that is set. Where
+    this costs time, the remark says so. No heavy node overtakes more than
+    `max_consecutive_compute` others, and none overtakes while a reduction is ready that may not
+    start yet. n log n in nodes.
 
     Another graph of the step, for a batch of another shape, gets the order of the first: its rank
     captures it alone, and must issue the collectives that the other ranks issue. What that order
-    costs in memory is not bounded; a remark says so where it is more than was allowed.
+    costs in memory is not bounded; a graph that needs more than the limit is refused.
 
     Raises:
         VerificationError: a collective that cannot be described (see `collectives`).
@@ -70,8 +75,9 @@ def schedule_overlap(
     # the places of the old order, in the new one
     earlier, order = context.decided or (None, [])
     follows = earlier == program
+    bound = ""
     if not follows:
-        order = Scheduler(graph, options).run()
+        order, bound = _within_memory(joint, graph, options, context)
         # what the ranks must agree on: the order of collectives and waits, by their old order
         nodes = [n for n in graph.nodes if is_collective(n) or is_wait(n)]
         ordinal = {graph.at[node]: number for number, node in enumerate(nodes)}
@@ -83,31 +89,81 @@ def schedule_overlap(
             order = sorted(order)
     joint.decisions[schedule_overlap.name] = (program, order)
     if order == sorted(order):
+        joint.remarks += [bound] if bound else []
         return
 
-    def simulated() -> Timeline:
-        with unchanging(joint.graph):
-            return play(joint, graph.issued, graph.cost, hardware)
+    before = _simulated(joint, graph)
+    _put(graph, order)
+    after = _simulated(joint, graph)
+    summary, *lines = _remarks_on(joint, graph, order, before, after)
+    joint.remarks += ["; ".join([summary, bound] if bound else [summary]), *lines]
 
-    def peak_bytes() -> int:
-        return lifetimes(joint, scratch=scratch_bytes(joint, hardware.device)).peak_bytes
 
-    before, peak = simulated(), peak_bytes() if follows else 0
+def _put(graph: ScheduleGraph, order: Sequence[int]) -> None:
+    """Put the nodes in an order of their places."""
     *body, output = [graph.nodes[place] for place in order]
     for node in body:
         output.prepend(node)
-    # an op that moved takes its results along: until the last is taken out, all are alive
-    for node in body:
-        for getitem in reversed(getitems_of(node)):
-            node.append(getitem)
-    after = simulated()
-    if follows and (new_peak := peak_bytes()) > peak * (1 + options.max_peak_growth):
-        joint.remarks.append(
-            f"a batch of another shape, in the order of the first: {new_peak / peak - 1:.1%} more "
-            f"memory at the peak ({new_peak / GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
-            f"{options.max_peak_growth:.1%}"
-        )
-    joint.remarks += _remarks_on(joint, graph, order, before, after)
+    if any(place > later for place, later in itertools.pairwise(order)):
+        # an op that moved takes its results along: until the last is taken out, all are alive
+        for node in body:
+            for getitem in reversed(getitems_of(node)):
+                node.append(getitem)
+
+
+def _within_memory(
+    joint: JointGraph,
+    graph: ScheduleGraph,
+    options: ScheduleOverlapOptions,
+    context: PassContext,
+) -> tuple[list[int], str]:
+    """Return the places in the order that overlaps most within the memory that is left, the same on
+    all ranks; and what bounds it and what that costs, in words, or "" where nothing does.
+
+    The account of the scheduler knows no gaps of the allocator: where these are more than is left,
+    the peak may grow by less, and in the end not at all.
+    """
+    old = range(len(graph.nodes))
+
+    def needed(order: Sequence[int]) -> int:
+        _put(graph, order)
+        needs = context.needed_on_all_ranks(joint)
+        _put(graph, old)
+        return needs
+
+    def seconds(order: Sequence[int]) -> float:
+        _put(graph, order)
+        timeline = _simulated(joint, graph)
+        _put(graph, old)
+        return timeline.step_seconds
+
+    unbounded = Scheduler(graph, options, None).run()
+    most, allowed = options.max_in_flight_mib, context.allowed_bytes(joint)
+    if most is None and needed(unbounded) <= allowed:
+        return unbounded, ""
+    growth = headroom = max(0, allowed - needed(old))
+    for tries in itertools.count(1):
+        order = Scheduler(graph, options, growth).run()
+        if not growth or (over := needed(order) - allowed) <= 0:
+            break
+        fits = _MARGIN * headroom / (headroom + over)  # if gaps grow with what is in flight
+        growth = int(growth * fits) if tries < _TRIES else 0
+    bounded = seconds(order)
+    if (cost := bounded - seconds(unbounded)) < _LEAST:
+        return order, ""
+    by = f"{KEY}.max_in_flight_mib = {most}"
+    if most is None:
+        by = f"the memory that is left, {gib(headroom)} of {gib(allowed)} GiB,"
+    return order, (
+        f"{by} bounds what is in flight: with more a step would take {cost * 1e3:,.1f} ms "
+        f"({cost / bounded:.1%}) less"
+    )
+
+
+def _simulated(joint: JointGraph, graph: ScheduleGraph) -> Timeline:
+    """Simulate the joint graph in the order that it has now."""
+    with unchanging(joint.graph):
+        return play(joint, graph.issued, graph.cost, graph.hardware)
 
 
 def _remarks_on(

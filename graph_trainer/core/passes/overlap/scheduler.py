@@ -31,6 +31,8 @@ _WINDOW = 256
 """Nodes that are considered to fill one gap."""
 _PATH = 256
 """Nodes that may run before others because they lead to a collective, at most."""
+_UNBOUNDED = 1 << 62
+"""Bytes that no device has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +42,10 @@ class ScheduleOverlapOptions:
     prefetch_depth: int = 2
     """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
 
-    max_in_flight_mib: float = 2560.0
+    max_in_flight_mib: float | None = None
     """MiB that may be alive, at any node, beyond what is alive there in the graph's own order:
-    parameters gathered ahead, gradients being reduced, results computed early."""
-
-    max_peak_growth: float = 0.03
-    """By what part the predicted peak of what the graph allocates may grow."""
+    parameters gathered ahead, gradients being reduced, results computed early. None for as many as
+    the memory that is left allows; see `schedule_overlap`."""
 
     max_consecutive_compute: int = 8
     """How many matrix products or attentions may run between the moment when a reduction could
@@ -54,11 +54,10 @@ class ScheduleOverlapOptions:
 
     def __post_init__(self) -> None:
         ahead = "0 (no gather ahead of its place) or more"
-        growth = "a part of the peak, 0 or more: 0.03 for three percent"
+        most = 1.0 if self.max_in_flight_mib is None else self.max_in_flight_mib
         for name, holds, wanted in (
             ("prefetch_depth", self.prefetch_depth >= 0, ahead),
-            ("max_in_flight_mib", 0 < self.max_in_flight_mib < math.inf, "a number of MiB above 0"),
-            ("max_peak_growth", 0 <= self.max_peak_growth < math.inf, growth),
+            ("max_in_flight_mib", 0 < most < math.inf, "a number of MiB above 0"),
             ("max_consecutive_compute", self.max_consecutive_compute >= 1, "at least 1"),
         ):
             if not holds:
@@ -94,17 +93,22 @@ class Scheduler:
     its own order, less what has been allocated ahead of its place. Deferred nodes keep bytes alive
     as well (`deferred_bytes`) and run when these no longer fit. Memory that is freed early is never
     subtracted, so that the account is an upper bound.
+
+    Args:
+        growth: bytes by which the peak of what the graph allocates may grow. None for an order
+            without any bound of memory, that of `options` included.
     """
 
-    def __init__(self, graph: ScheduleGraph, options: ScheduleOverlapOptions) -> None:
+    def __init__(
+        self, graph: ScheduleGraph, options: ScheduleOverlapOptions, growth: int | None
+    ) -> None:
         self.graph = graph
         self.options = options
-        self.max_in_flight = int(options.max_in_flight_mib * MIB)
-        allowed = []
-        for peak, fewer in graph.headroom:
-            growth = int(peak * options.max_peak_growth)
-            allowed.append([num_bytes + growth for num_bytes in fewer])
-        self.headroom = [min(several) for several in zip(*allowed, strict=True)]
+        self.headroom = [_UNBOUNDED] * len(graph.nodes)
+        if growth is not None:
+            most = options.max_in_flight_mib
+            most_bytes = _UNBOUNDED if most is None else int(most * MIB)
+            self.headroom = [min(fewer + growth, most_bytes) for fewer in graph.headroom]
         self.order: list[int] = []
         self.done = [False] * len(graph.nodes)
         self.now = 0.0
@@ -113,13 +117,13 @@ class Scheduler:
         self.num_heavy = 0
         self.deferred: dict[int, Deferred] = {}
         self.deferred_bytes = 0
-        self.in_flight: dict[int, int] = {}
-        """Gathers that have started and are not waited for yet, with their bytes."""
+        self.in_flight: set[int] = set()
+        """Gathers that have started and are not waited for yet."""
         self.ready: set[int] = set()
         """Indices of the reductions whose inputs have all run."""
         self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
         self._by_end: list[tuple[float, int, Deferred]] = []
-        self._bytes_of = {each.start: each.bytes for each in graph.gathers}
+        self._gathers = {each.start for each in graph.gathers}
         self._missing: list[set[int]] = []
         for each in graph.reductions:
             read = set[int]().union(*(graph.reads[place] for place in each.places))
@@ -182,12 +186,12 @@ class Scheduler:
             group = graph.group[place]
             self.ends[place] = max(self.now, self._group_ends[group]) + seconds
             self._group_ends[group] = self.ends[place]
-            if place in self._bytes_of:
-                self.in_flight[place] = self._bytes_of[place]
+            if place in self._gathers:
+                self.in_flight.add(place)
         elif place in graph.issuer:
             start = graph.issuer[place]
             self.now = max(self.now, self.ends[start])
-            self.in_flight.pop(start, None)
+            self.in_flight.discard(start)
         elif seconds:
             communicating = max(self._group_ends.values(), default=0.0) - self.now
             self.now += stretched(seconds, communicating, graph.hardware)
@@ -287,9 +291,7 @@ class Scheduler:
 
     def run_beyond_limit(self, place: int) -> None:
         """Run deferred nodes until those that remain fit into memory at a place."""
-        while self.deferred_bytes and self.deferred_bytes > min(
-            self.max_in_flight, self.headroom[place]
-        ):
+        while self.deferred_bytes and self.deferred_bytes > self.headroom[place]:
             self.run_oldest()
 
     # --- earlier ---------------------------------------------------------------------------
@@ -335,7 +337,6 @@ class Scheduler:
             if (
                 group.backward is not self.graph.backward[place]
                 or len(self.in_flight) >= self.options.prefetch_depth
-                or sum(self.in_flight.values()) + group.bytes > self.max_in_flight
             ):
                 return
             tried = (self.next_gather, len(self.in_flight), self.num_heavy)

@@ -28,7 +28,6 @@ from graph_trainer.core.passes.plan_memory.items import (
 from graph_trainer.core.passes.plan_memory.solver import Block, Choice, between, frontier
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
-from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import PassError
 
@@ -173,7 +172,6 @@ class _Planner:
                 "the ranks' solvers found different plans of memory: install the same scipy on "
                 'every host, or use an activation_checkpoint.type such as "selective" or "full"'
             )
-        self._hardware = context.hardware_for(joint)
         context.simulate(joint)  # what is known of its nodes then is known in every copy
         self._least = cache(self._needed_at_least)
         self._simulated = cache(self._simulate)
@@ -252,10 +250,7 @@ class _Planner:
     def _needed_at_least(self, number: int) -> int:
         """Return the most bytes that any rank needs of its device after a number of steps, where
         only the passes that any step needs run."""
-        trial = self.trial(number, Stage.COMMUNICATION)
-        other = self._context.settings.other_memory(trial)
-        memory = predicted_memory(trial, self._hardware, other)
-        return self._context.agreement.all_reduce_max(need_of(memory, self._hardware).total)
+        return self._context.needed_on_all_ranks(self.trial(number, Stage.COMMUNICATION))
 
     def _simulate(self, number: int) -> SlowestStep:
         """Simulate the step with all passes."""

@@ -27,6 +27,7 @@ class Bad(NamedTuple):
         return self.given or self.said.split(" ", 1)
 
 
+SCHEDULED = '[compile]\nhardware = "h100-sxm"\n'
 OVERLAPPED = '[compile]\npasses = ["default", "overlap_fsdp"]\n'
 
 
@@ -93,6 +94,9 @@ IN_FILES = (
         '[compile]\ndisable_passes = ["rematerialize"]',
     ),
     of_a_pass("compile.overlap_fsdp.in_flight = 0", "must be at least 1", OVERLAPPED),
+    of_a_pass(
+        "compile.schedule_overlap.max_in_flight_mib = 0.0", "a number of MiB above 0", SCHEDULED
+    ),
     Bad(
         "the pass 'fuse_chained_reduce_scatters' declares that it changes the order of sums",
         "set compile.bitwise = false",

@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import SEPARATOR, Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.context import PassContext, RunSettings
+from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
     schedule_overlap,
 )
+from graph_trainer.core.passes.overlap.scheduler import Scheduler
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.testing import Builder
 from tests.unit.core.simulation.machines import machine
@@ -241,10 +245,23 @@ def options(**changes: Any) -> tuple[ScheduleOverlapOptions, PassContext]:
     return ScheduleOverlapOptions(**changes), context
 
 
-def scheduled(joint: JointGraph, **changes: Any) -> JointGraph:
-    """A copy, scheduled."""
+def peak_bytes(joint: JointGraph, device: str = "cuda") -> int:
+    """The most bytes that the graph has allocated at once."""
+    return lifetimes(joint, scratch=scratch_bytes(joint, device)).peak_bytes
+
+
+def scheduled(joint: JointGraph, growth: int | None = None, **changes: Any) -> JointGraph:
+    """A copy, scheduled: with a growth in the order in which the peak of what the graph allocates
+    grows by that many bytes at most, whatever the machine has."""
     joint = copy_graph(joint)
-    schedule_overlap(joint, *options(**changes))
+    given, context = options(**changes)
+    if growth is None:
+        schedule_overlap(joint, given, context)
+    else:
+        fused = context.settings.other_memory(joint).fused
+        graph = ScheduleGraph(joint, context.hardware_for(joint), fused)
+        for place in Scheduler(graph, given, growth).run()[:-1]:
+            joint.output_node().prepend(graph.nodes[place])
     joint.validate()
     return joint
 
