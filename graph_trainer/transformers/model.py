@@ -65,6 +65,13 @@ def folder_of(path: str) -> Path | None:
     return next((folder for folder in (Path(path), *shipped) if folder.is_dir()), None)
 
 
+def _attention_width(config: Any) -> int:
+    """Return the number of heads times their size, 0 without attention."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return int(heads * size)
+
+
 class TransformersModel(BaseModel):
     """Wrap an `AutoModelForCausalLM`: token ids in, logits out.
 
@@ -125,9 +132,9 @@ class TransformersModel(BaseModel):
             text, lm = self.read().get_text_config(), model.causal_lm
             total, embedding = lm.num_parameters(), lm.get_input_embeddings().weight
             tied = lm.get_output_embeddings().weight is embedding
-            heads = getattr(text, "num_attention_heads", None) or 0
-            width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
-            attention = text.num_hidden_layers * heads * 2 * width * seq_len
+            # gemma 4's layers have configs of their own
+            layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+            attention = seq_len * sum(2 * _attention_width(layer) for layer in layers)
             return total, 6 * (total - (0 if tied else embedding.numel()) + attention)
 
     def __init__(self, config: Config) -> None:
@@ -188,7 +195,7 @@ class TransformersModel(BaseModel):
             state = lm.state_dict(keep_vars=True)
             # transformers' own mark of what it has read, which it does not initialize
             for tensor in state.values():
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+                tensor._is_hf_initialized = True
             lm.init_weights()  # what no file has: tables of rotary positions
             read_weights(folder, lm, state)
             return
