@@ -18,7 +18,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -172,8 +171,7 @@ def _in_process(function: Callable[..., Any], sender: Any, *args: Any) -> None:
         message = {"result": function(*args)}
     except BaseException as error:
         kind = "refused" if isinstance(error, ConfigError) else "error"
-        trace = "".join(traceback.format_exception(error))
-        message = {kind: f"{type(error).__name__}: {' '.join(str(error).split())}", "trace": trace}
+        message = {kind: f"{type(error).__name__}: {' '.join(str(error).split())}"}
     sender.send(message)
     sender.close()
     leave(0)
@@ -253,7 +251,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=FAMILIES)
     parser.add_argument("--layers", nargs="*", type=int, default=[2, 8])
     parser.add_argument("--limit", type=float, default=120, help="seconds a family and run")
-    parser.add_argument("--json", type=Path, help="a file for the results, written as they come")
+    parser.add_argument("--json", type=Path, help="a file for the results too, as they come")
     options = parser.parse_args()
     import transformers
 
@@ -276,6 +274,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(table(rows))
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from graph_trainer.transformers.weights import (
 )
 
 _PREFIX = "causal_lm."  # what the wrapper puts before the names of transformers
+_EXPERTS = "graph_trainer"  # of transformers' ways to compute experts, ours
 
 
 def read_config(path: str) -> Any:
@@ -63,6 +64,18 @@ def folder_of(path: str) -> Path | None:
     """Return the local folder that `[model] path` names, None where it is another name."""
     shipped = [folder / path for folder in config_folders("transformers")]
     return next((folder for folder in (Path(path), *shipped) if folder.is_dir()), None)
+
+
+def _experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute experts by torch's grouped product, which takes bfloat16 alone on fake tensors.
+
+    Where it compiles, transformers has a kernel of its own for other dtypes.
+    """
+    from transformers.integrations import moe
+
+    with patch.object(moe, "is_torchdynamo_compiling", lambda: True):
+        result: torch.Tensor = moe.grouped_mm_experts_forward(module, *args, **kwargs)
+    return result
 
 
 def _attention_width(config: Any) -> int:
@@ -140,13 +153,16 @@ class TransformersModel(BaseModel):
     def __init__(self, config: Config) -> None:
         super().__init__()
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+        from transformers.integrations.moe import ExpertsInterface
 
+        ExpertsInterface.register(_EXPERTS, _experts)
         hf = copy.deepcopy(config.read())  # from_config writes to it
         hf.use_cache, hf.return_dict = False, True
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         capped = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
         kernel = "sdpa" if cls._supports_sdpa and capped is None else "eager"
         of = {"dtype": torch.get_default_dtype(), "attn_implementation": kernel}
+        of["experts_implementation"] = _EXPERTS
         self.path, self.causal_lm = config.path, AutoModelForCausalLM.from_config(hf, **of)
         if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
             raise ConfigError(
@@ -167,17 +183,11 @@ class TransformersModel(BaseModel):
     ) -> torch.Tensor:
         """Compute logits [batch, sequence, vocabulary] of token ids [batch, sequence]."""
         from transformers import masking_utils
-        from transformers.integrations import moe
 
         more = {"position_ids": positions} if self.takes_positions else {}
-        with (
-            # It reads the positions' values and drops the mask where they allow it: another kernel
-            # for another batch, and a question that a fake tensor cannot answer.
-            patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
-            # While it compiles, experts of another dtype than bfloat16 take a kernel of the library
-            # in place of torch's, which has no other dtype on fake tensors.
-            patch.object(moe, "is_torchdynamo_compiling", lambda: True),
-        ):
+        # It reads the positions' values and drops the mask where they allow it: another kernel for
+        # another batch, and a question that a fake tensor cannot answer.
+        with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
             return self.causal_lm(input_ids=tokens, **more).logits
 
     def verify_module_protocol(self) -> None:

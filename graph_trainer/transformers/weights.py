@@ -139,9 +139,10 @@ def _converted(
             target, pattern = rename_source_key(name, [], [], base, state)
         if target not in state:
             continue
-        rule = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
-        conversion = conversions.setdefault(target, rule)
-        conversion.add_tensor(target, name, pattern or name, partial(read, name))
+        if target not in conversions:
+            rule = copy.deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(name, target)
+            conversions[target] = rule
+        conversions[target].add_tensor(target, name, pattern or name, partial(read, name))
     for target in list(conversions):
         results = conversions.pop(target).convert(target, model=lm, config=lm.config)
         for name, value in results.items():
