@@ -209,7 +209,15 @@ class TransformersModel(BaseModel):
             lm.init_weights()  # what no file has: tables of rotary positions
             read_weights(folder, lm, state)
             return
-        lm.init_weights()
+        try:
+            lm.init_weights()
+        except RuntimeError as error:  # rwkv's computes with parameters, which are shards
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f'model.path = "{self.path}": transformers cannot draw the random weights of '
+                f"{type(lm).__name__} in shards ({reason}). Save the model with save_pretrained, "
+                "and name its folder"
+            ) from error
         for module in lm.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 # of a sharded weight, transformers has zeroed a copy of this row
