@@ -65,7 +65,7 @@ def train(folder: Path, name: str) -> dict[str, Any]:
     trainer.checkpointer.save(trainer.step, last_step=True)
     exported = place / f"captured/checkpoint/step-{STEPS}"
     result["exported"] = _read_back(captured, exported)
-    result["exported"]["form"] = _names(exported) ^ _names(path)
+    result["exported"]["form"] = sorted(_names(exported) ^ _names(path))
     captured.close()
     eager.close()
     return result
