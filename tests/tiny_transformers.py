@@ -18,6 +18,7 @@ _SIZES = {
     "eos_token_id": 257,
 }
 _GROUPED = _SIZES | {"num_key_value_heads": 2}
+_OF_ATTENTION = "intermediate_size", "num_attention_heads", "max_position_embeddings"
 _NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +31,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", _SIZES),
     # capped scores, which scaled dot product attention does not have; every second layer a window
     "gemma2": ("Gemma2Config", _GROUPED | {"head_dim": 8, "sliding_window": 5}),
+    # renamed, and each expert apart, in its folder
     "mixtral": ("MixtralConfig", _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # its initialization copies plain tensors into parameters; takes no positions
+    "mamba": (
+        "MambaConfig",
+        {n: v for n, v in _SIZES.items() if n not in _OF_ATTENTION} | {"state_size": 4},
+    ),
 }
 
 
@@ -43,9 +50,11 @@ def config_of(family: str) -> Any:
 
 
 def folder_of(family: str, folder: Path, *, weights: bool = False) -> Path:
-    """Write a family's config.json below a folder, and random weights where asked for."""
+    """Write a family's config.json below a folder, and random weights in the hub's form where asked
+    for."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     path = folder / family
     config = config_of(family)
@@ -59,7 +68,11 @@ def folder_of(family: str, folder: Path, *, weights: bool = False) -> Path:
         # not by save_pretrained, which writes nothing where an earlier fake rank was not the first
         tied = model.all_tied_weights_keys
         state = {n: v.contiguous() for n, v in model.state_dict().items() if n not in tied}
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            revert_weight_conversion(model, state),
+            path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
     return path
 
 

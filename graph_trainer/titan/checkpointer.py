@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.torch_private import storage_id
 from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import (
@@ -57,6 +58,7 @@ from graph_trainer.titan.nonfinite_guard import local_tensor
 
 _SHOWN = 5
 _T = TypeVar("_T")
+_Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class CheckedCheckpointManager(CheckpointManager):
@@ -188,9 +190,9 @@ class CheckedCheckpointManager(CheckpointManager):
         Not by torchtitan's way, torch's consolidate_safetensors_files: there a tensor without
         dimensions becomes 0, and integers are an error.
         """
-        assert self.sd_adapter is not None
+        adapter: Any = self.sd_adapter
         parts, rank = staging / "sharded", dist.get_rank()
-        wanted = self.sd_adapter.fqn_to_index_mapping or {}
+        wanted = adapter.fqn_to_index_mapping or {}
         # of experts, to_hf returns on each rank those that it has
         local = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in weights.items()}
         whole = dict(ChainMap(*_on_all_ranks(lambda: local)))
@@ -203,18 +205,24 @@ class CheckedCheckpointManager(CheckpointManager):
         )
         last = max(index.values())
         files = {name: f"model-{n:05}-of-{last:05}.safetensors" for name, n in index.items()}
+        # what is split or merged there, is so within a block of the model
+        convert: _Convert = getattr(adapter, "whole_to_hf", dict)
+        blocks: dict[tuple[str, str], dict[str, torch.Tensor]] = defaultdict(dict)
+        for name, value in whole.items():
+            blocks[files[name], name if convert is dict else block_of(name) or ""][name] = value
 
         def join() -> Sums:
             mine = sorted(set(files.values()))[rank :: dist.get_world_size()]
             for file in mine:
-                held = {name: each for name, each in whole.items() if files[name] == file}
-                _write_whole(staging / file, held, parts.glob(f"shard-*-{file}"))
+                of_file = [block for (name, _), block in blocks.items() if name == file]
+                _write_whole(staging / file, of_file, convert, parts.glob(f"shard-*-{file}"))
             return digests(staging / file for file in mine) if self._verify else {}
 
         def complete(sums: Sums) -> None:
             shutil.rmtree(parts)
+            held = {n: file for (file, _), block in blocks.items() for n in convert(block)}
             size = sum(each.nbytes for each in whole.values())
-            said = {"metadata": {"total_size": size}, "weight_map": files}
+            said = {"metadata": {"total_size": size}, "weight_map": held}
             (staging / HF_INDEX).write_text(json.dumps(said, indent=2), encoding="utf-8")
             self.beside_weights(self.export_dtype, staging)
             publish(staging, sums if self._verify else None)
@@ -353,6 +361,10 @@ class CheckedCheckpointManager(CheckpointManager):
         try:
             if from_hf:  # safetensors and JSON
                 assert self.sd_adapter is not None
+                if hasattr(self.sd_adapter, "read_hf"):
+                    self.sd_adapter.read_hf(Path(checkpoint_id), state_dict)
+                    self.states[MODEL].load_state_dict(state_dict)
+                    return
                 weights = self.sd_adapter.to_hf(state_dict)
                 tied = _tied(weights)  # of which an export has the first
                 dcp.load(
@@ -471,12 +483,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(said["dtype"]) if said["shape"] == [1] else ""  # float4 counts its halves
 
 
-def _write_whole(file: Path, weights: dict[str, torch.Tensor], parts: Iterable[Path]) -> None:
+def _write_whole(
+    file: Path,
+    blocks: Iterable[dict[str, torch.Tensor]],
+    convert: _Convert,
+    parts: Iterable[Path],
+) -> None:
     """Write weights of these shapes and dtypes to a file, from what torch wrote on each rank.
 
-    One weight is in memory at a time. Larger dtypes come first, so that all values are aligned.
+    One block is in memory at a time, and converted there. Larger dtypes come first, so that all
+    values are aligned.
     """
-    ordered = sorted(weights.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    converted: dict[str, torch.Tensor] = {}
+    for block in blocks:
+        converted.update(convert(block))
+    ordered = sorted(converted.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in ordered:
@@ -488,15 +509,24 @@ def _write_whole(file: Path, weights: dict[str, torch.Tensor], parts: Iterable[P
     with contextlib.ExitStack() as opened:
         written = opened.enter_context(file.open("wb"))
         written.write(len(text).to_bytes(8, "little") + text)
+        first = written.tell()
         read: Any = [opened.enter_context(safe_open(part, "pt")) for part in parts]
         offsets = [json.loads(part.metadata()["DCP_SHARDING_INFO"]) for part in read]
-        for name, value in ordered:
-            whole, missing = torch.empty(value.shape, dtype=value.dtype), value.numel()
-            for part, places in zip(read, offsets, strict=True):
-                if name in places:
-                    piece, first = part.get_tensor(name), places[name]["saved_offsets"]
-                    ends = map(int.__add__, first, piece.shape)
-                    whole[tuple(map(slice, first, ends))] = piece
-                    missing -= piece.numel()
-            assert missing == 0, f"no rank wrote {missing} values of {name}"
-            written.write(whole.flatten().view(torch.uint8).numpy().data)
+        opened_parts = list(zip(read, offsets, strict=True))
+        for block in blocks:
+            joined = {name: _joined(name, value, opened_parts) for name, value in block.items()}
+            for name, value in convert(joined).items():
+                written.seek(first + header[name]["data_offsets"][0])
+                written.write(value.flatten().view(torch.uint8).numpy().data)
+
+
+def _joined(name: str, like: torch.Tensor, parts: Iterable[tuple[Any, Any]]) -> torch.Tensor:
+    """Return a weight, joined of what the ranks' files hold of it."""
+    whole, missing = torch.empty(like.shape, dtype=like.dtype), like.numel()
+    for part, places in parts:
+        if name in places:
+            piece, first = part.get_tensor(name), places[name]["saved_offsets"]
+            whole[tuple(map(slice, first, map(int.__add__, first, piece.shape)))] = piece
+            missing -= piece.numel()
+    assert missing == 0, f"no rank wrote {missing} values of {name}"
+    return whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -13,15 +12,20 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.core.shipped_configs import config_folders
 from graph_trainer.errors import ConfigError
+from graph_trainer.transformers.weights import (
+    check_weights,
+    has_weights,
+    local_and_part,
+    read_weights,
+)
 
 _PREFIX = "causal_lm."  # what the wrapper puts before the names of transformers
+_EXPERTS = "graph_trainer"  # of transformers' ways to compute experts, ours
 
 
 def read_config(path: str) -> Any:
@@ -62,6 +66,25 @@ def folder_of(path: str) -> Path | None:
     return next((folder for folder in (Path(path), *shipped) if folder.is_dir()), None)
 
 
+def _experts(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute experts by torch's grouped product, which takes bfloat16 alone on fake tensors.
+
+    Where it compiles, transformers has a kernel of its own for other dtypes.
+    """
+    from transformers.integrations import moe
+
+    with patch.object(moe, "is_torchdynamo_compiling", lambda: True):
+        result: torch.Tensor = moe.grouped_mm_experts_forward(module, *args, **kwargs)
+    return result
+
+
+def _attention_width(config: Any) -> int:
+    """Return the number of heads times their size, 0 without attention."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return int(heads * size)
+
+
 class TransformersModel(BaseModel):
     """Wrap an `AutoModelForCausalLM`: token ids in, logits out.
 
@@ -96,7 +119,7 @@ class TransformersModel(BaseModel):
                     f"transformers cannot make its model ({reason}). Change config.json, or name "
                     "another model"
                 ) from error
-            _check_weights(self.path, model.causal_lm)
+            check_weights(folder_of(self.path), model.causal_lm)
 
         @property
         def vocab_size(self) -> int | None:
@@ -122,21 +145,24 @@ class TransformersModel(BaseModel):
             text, lm = self.read().get_text_config(), model.causal_lm
             total, embedding = lm.num_parameters(), lm.get_input_embeddings().weight
             tied = lm.get_output_embeddings().weight is embedding
-            heads = getattr(text, "num_attention_heads", None) or 0
-            width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
-            attention = text.num_hidden_layers * heads * 2 * width * seq_len
+            # gemma 4's layers have configs of their own
+            layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+            attention = seq_len * sum(2 * _attention_width(layer) for layer in layers)
             return total, 6 * (total - (0 if tied else embedding.numel()) + attention)
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+        from transformers.integrations.moe import ExpertsInterface
 
+        ExpertsInterface.register(_EXPERTS, _experts)
         hf = copy.deepcopy(config.read())  # from_config writes to it
         hf.use_cache, hf.return_dict = False, True
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         capped = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
         kernel = "sdpa" if cls._supports_sdpa and capped is None else "eager"
         of = {"dtype": torch.get_default_dtype(), "attn_implementation": kernel}
+        of["experts_implementation"] = _EXPERTS
         self.path, self.causal_lm = config.path, AutoModelForCausalLM.from_config(hf, **of)
         if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
             raise ConfigError(
@@ -172,87 +198,52 @@ class TransformersModel(BaseModel):
         raise ConfigError("models of transformers are sharded by data parallelism alone")
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Initialize as transformers does, and read the weights that the folder has."""
-        self.causal_lm.tie_weights()  # again: to_empty unties what is not sharded
-        self.causal_lm.init_weights()
-        for module in self.causal_lm.modules():
+        """Read the weights that the folder has, else initialize as transformers does."""
+        lm, folder = self.causal_lm, folder_of(self.path)
+        lm.tie_weights()  # again: to_empty unties what is not sharded
+        if folder is not None and has_weights(folder):
+            state = lm.state_dict(keep_vars=True)
+            # transformers' own mark of what it has read, which it does not initialize
+            for tensor in state.values():
+                tensor._is_hf_initialized = True
+            lm.init_weights()  # what no file has: tables of rotary positions
+            read_weights(folder, lm, state)
+            return
+        try:
+            lm.init_weights()
+        except RuntimeError as error:  # rwkv's computes with parameters, which are shards
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f'model.path = "{self.path}": transformers cannot draw the random weights of '
+                f"{type(lm).__name__} in shards ({reason}). Save the model with save_pretrained, "
+                "and name its folder"
+            ) from error
+        for module in lm.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 # of a sharded weight, transformers has zeroed a copy of this row
                 rows = torch.arange(module.num_embeddings, device=module.weight.device)
-                local, padding = _local(module.weight, rows[:, None] == module.padding_idx)
+                is_padding = rows[:, None] == module.padding_idx
+                local, padding = local_and_part(module.weight, is_padding)
                 local.masked_fill_(padding, 0)
-        # this rank's part of every weight; one whole weight is in memory at a time
-        for ours, weights, name in _weights(self.path, self.causal_lm):
-            if ours is not None:
-                local, part = _local(ours, weights.get_tensor(name))
-                local.copy_(part)
-
-
-def _weights(path: str, lm: Any) -> Iterator[tuple[torch.Tensor | None, Any, str]]:
-    """Yield the weights in the safetensors of a folder, a name and the file that has it.
-
-    With each comes the tensor of the model that takes it; None where the model has none of this
-    shape.
-    """
-    from safetensors import safe_open
-
-    state, prefix = lm.state_dict(keep_vars=True), f"{lm.base_model_prefix}."
-    folder = folder_of(path)
-    for file in sorted(folder.glob("*.safetensors")) if folder else []:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118
-                # a folder of the model without its head leaves the prefix out
-                ours = state.get(name, state.get(prefix + name))
-                if ours is not None and list(ours.shape) != weights.get_slice(name).get_shape():
-                    ours = None  # of another model, left over in the folder
-                yield ours, weights, name
-
-
-def _check_weights(path: str, lm: Any) -> None:
-    """Refuse a folder whose weights are pickles, or not all of the model's; reads no weight."""
-    folder = folder_of(path)
-    if folder is None:
-        return
-    if not any(folder.glob("*.safetensors")):
-        if any(folder.glob("*.bin")):
-            raise ConfigError(
-                "the weights are pickles (*.bin), which are not read. Load the folder with "
-                "from_pretrained and save it again with save_pretrained"
-            )
-        return
-    try:
-        found = {id(ours) for ours, _, _ in _weights(path, lm)}
-    except Exception as error:  # safetensors has one class of its own for all
-        raise ConfigError(f"its safetensors cannot be read ({error}). Copy them again") from error
-    state = lm.state_dict(keep_vars=True)
-    if missing := [name for name, tensor in state.items() if id(tensor) not in found]:
-        raise ConfigError(
-            f"the safetensors lack {len(missing)} of the model's weights, or have another shape: "
-            f"{missing[0]} is to be {list(state[missing[0]].shape)}. Save the model, loaded by "
-            "from_pretrained, with save_pretrained(save_original_format=False), or remove the "
-            "safetensors"
-        )
-
-
-def _local(parameter: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's part of a parameter, and of a whole tensor with as many rows."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local().detach(), shard_of(whole, parameter)
-    return parameter.detach(), whole
 
 
 class TransformersStateDictAdapter(StateDictAdapter):
-    """Convert between checkpoints and what `from_pretrained` reads."""
+    """Convert between checkpoints and the folders that `save_pretrained` writes.
+
+    The names of `to_hf` are those of the model in transformers, where a file may have others and
+    merged or split weights. The checkpointer converts whole weights, when it has joined the ranks'
+    parts.
+    """
 
     def __init__(self, model_config: TransformersModel.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, None)  # one file, whatever files the folder has
         self.hf_assets_path = hf_assets_path
         with torch.device("meta"):
-            model = model_config.build().causal_lm
-        self._tied: dict[str, str] = model.all_tied_weights_keys
+            self._lm = model_config.build().causal_lm
+        self._tied: dict[str, str] = self._lm.all_tied_weights_keys
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights by the names of transformers, tied ones once."""
+        """Return the weights by the model's names in transformers, tied ones once."""
         theirs = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         return {name: value for name, value in theirs.items() if name not in self._tied}
 
@@ -260,3 +251,15 @@ class TransformersStateDictAdapter(StateDictAdapter):
         """Return the weights by the names of the model, tied ones by each of their names."""
         tied = {name: hf_state_dict[source] for name, source in self._tied.items()}
         return {_PREFIX + name: value for name, value in (tied | hf_state_dict).items()}
+
+    def whole_to_hf(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Convert whole weights of a block, by the names of `to_hf`, as `save_pretrained` does."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._lm, weights))
+
+    def read_hf(self, folder: Path, state_dict: dict[str, Any]) -> None:
+        """Copy the weights of a folder to this rank's parts, as `[model] path` reads them."""
+        check_weights(folder, self._lm)
+        ours = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        read_weights(folder, self._lm, ours)

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
-from tests.integration.transformers_cases import IN_BF16, TOLERANCE
+from tests.integration.transformers_cases import TOLERANCE
 
-ON_TWO = ("llama", "gpt_neox", "mixtral")
+ON_TWO = ("llama", "gpt_neox", "mixtral", "mamba")
 RUNS = [
     *(pytest.param(2, f"{family},fsdp2", id=family) for family in ON_TWO),
     pytest.param(4, "qwen2,hsdp2x2", id="qwen2-hsdp"),
     pytest.param(4, "gpt2,ddp4", id="gpt2-ddp", marks=pytest.mark.quick),
 ]
-IN_FP32 = [run for run in RUNS if run.id not in IN_BF16]
 every_run = pytest.mark.parametrize(("ranks", "name"), RUNS)
 
 
@@ -35,7 +34,7 @@ def test_three_steps_are_bitwise_equal_to_eager(launches: Launches, ranks: int, 
         assert sum(rank["issued"].values()) > 0
 
 
-@pytest.mark.parametrize(("ranks", "name"), IN_FP32)
+@every_run
 def test_numbers_are_those_of_the_unsharded_library(
     launches: Launches, ranks: int, name: str
 ) -> None:
@@ -52,3 +51,4 @@ def test_from_pretrained_reads_the_export(launches: Launches, ranks: int, name: 
         exported = rank["exported"]
         assert exported["class"].lower().startswith(name.partition(",")[0].replace("_", ""))
         assert exported["missing"] == exported["differ"] == [] and exported["names"]
+        assert exported["form"] == [], "not the names of the hub"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -101,7 +104,7 @@ def test_with_the_folders_weights_logits_are_the_librarys(family, tmp_path):
         # causal over the row, wherever positions start anew: at 7 and 14
         anew = torch.arange(16).remainder(7).expand(2, -1)
         before = ours(tokens, positions=anew)
-        assert not torch.allclose(before[:, 9:], found[:, 9:])
+        assert torch.allclose(before[:, 9:], found[:, 9:]) != ours.takes_positions
         for changed, first in ((9, 9), (5, 8)):  # the second is of an earlier document
             other = tokens.clone()
             other[:, changed] = (other[:, changed] + 1) % 2048
@@ -110,22 +113,26 @@ def test_with_the_folders_weights_logits_are_the_librarys(family, tmp_path):
             assert not torch.allclose(before[:, first], after[:, first])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "mamba"])
 def test_a_rank_reads_its_part_of_the_folders_weights(family, tmp_path):
     from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
 
     path = folder_of(family, tmp_path, weights=True)
+    expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     weights = load_file(path / "model.safetensors")
     # as the hub has GPT-2: without the name of the model below the head
     bare = {name.removeprefix("transformer."): value for name, value in weights.items()}
     save_file(bare, path / "model.safetensors", metadata={"format": "pt"})
-    # of another model: it would spread over every row
-    left = {name: torch.full_like(value[:1], 9.0) for name, value in bare.items()}
+    # of another model, and not what from_pretrained reads
+    left = {name: torch.full_like(value, 9.0) for name, value in bare.items()}
     save_file(left, path / "z_left_over.safetensors")
-    model = initialized(FakeRank(loaded(path), RANKS, rank=2, device="cpu").model)
+    rank = FakeRank(loaded(path), RANKS, rank=2, device="cpu")
+    with patch.object(torch.Tensor, "normal_", side_effect=AssertionError("drawn in vain")):
+        model = initialized(rank.model)
     parameters = dict(model.named_parameters())
-    assert len(parameters) == len(weights)
-    for name, whole in weights.items():
+    assert len(parameters) == len(expected)
+    for name, whole in expected.items():
         local = parameters[f"causal_lm.{name}"]
         assert torch.equal(local.to_local(), shard_of(whole, local)), name
 
@@ -155,32 +162,37 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         loaded(path)
 
 
-def test_files_with_each_expert_apart_are_refused(tmp_path):
-    """As the hub has them; transformers stacks experts while it loads."""
-    from safetensors.torch import load_file, save_file
-
-    path = folder_of("mixtral", tmp_path, weights=True)
-    loaded(path)
-    weights = load_file(path / "model.safetensors")
-    stacked = next(name for name in weights if name.endswith("experts.down_proj"))
-    for number, expert in enumerate(weights.pop(stacked)):
-        weights[stacked.replace("experts.", f"experts.{number}.") + ".weight"] = expert.clone()
-    save_file(weights, path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"lack 1 .*{stacked} is.*save_original_format=False"):
+def test_quantized_weights_are_refused(tmp_path):
+    path = folder_of("llama", tmp_path, weights=True)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"are quantized, .* dequantize=True"):
         loaded(path)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "gpt_neox"])
 def test_an_export_has_each_weight_once_and_goes_back(family, tmp_path):
-    config = loaded(folder_of(family, tmp_path))
+    from safetensors.torch import load_file
+
+    path = folder_of(family, tmp_path, weights=True)
+    config = loaded(path)
     adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
-    state = unsharded(tmp_path / family).state_dict()
+    model = unsharded(path)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     exported = adapter.to_hf(state)
     tied = {"lm_head.weight"} if family == "qwen2" else set()
     assert {f"causal_lm.{n}" for n in exported.keys() | tied} == state.keys()
     assert exported.keys().isdisjoint(tied)
     back = adapter.from_hf(exported)
     assert back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state)
+    # the file is as the hub has it
+    files, folder = adapter.whole_to_hf(exported), load_file(path / "model.safetensors")
+    assert files.keys() == folder.keys() and all(torch.equal(files[n], folder[n]) for n in files)
+    for value in model.state_dict().values():
+        value.zero_()
+    adapter.read_hf(path, model.state_dict())
+    assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
 
 
 def test_eager_checkpointing_wraps_the_blocks(tmp_path):

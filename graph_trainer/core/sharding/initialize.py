@@ -18,11 +18,11 @@ class SameOnAnyMesh(TorchDispatchMode):
     Every rank draws the same numbers from its default generator, which must be in the same
     state on all of them. So one rank, eight ranks and eight thousand start from the same
     model, also on devices where DTensor's generator does not work (CPU). Memory: one
-    whole parameter at a time. Code that reads a value of a sharded tensor, as trunc_normal_
-    does to draw again until all are within bounds, gets that of the whole tensor: with the values
-    of their shards, ranks would draw different numbers from there on. Ops that make a new random
-    tensor like a DTensor (rand_like) are drawn whole too; what they return is sharded like
-    their input.
+    whole parameter at a time. A plain tensor that is copied to a sharded parameter is the value of
+    the whole parameter. Code that reads a value of a sharded tensor, as trunc_normal_ does to draw
+    again until all are within bounds, gets that of the whole tensor: with the values of their
+    shards, ranks would draw different numbers from there on. Ops that make a new random tensor
+    like a DTensor (rand_like) are drawn whole too; what they return is sharded like their input.
     """
 
     def __torch_dispatch__(
@@ -38,6 +38,11 @@ class SameOnAnyMesh(TorchDispatchMode):
             value = total.redistribute(placements=[Replicate()] * mesh.ndim).to_local().item()
             return bool(value) if local.dtype is torch.bool else value
         like = args[0] if args else None
+        if func is torch.ops.aten.copy_.default and isinstance(like, DTensor):
+            value = args[1]
+            if not isinstance(value, DTensor):  # the whole value, the same on every rank
+                like.to_local().copy_(shard_of(value.expand(like.shape), like))
+                return like
         if not isinstance(like, DTensor) or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if any(isinstance(other, DTensor) for other in (*args[1:], *kwargs.values())):
