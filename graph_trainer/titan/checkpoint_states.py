@@ -9,12 +9,14 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
     LR_SCHEDULER,
     OPTIMIZER,
     TRAIN_STATE,
 )
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.distributed import ParallelDims
 
@@ -65,6 +67,16 @@ class Generators(Stateful):
         drawn again; alike on all ranks that torchtitan seeds alike."""
         digest = hashlib.sha256(f"{self._seed} {step}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
+
+
+def keep_generators_from(dataloader: BaseDataLoader) -> None:
+    """Let a loader of torch's draw the seed of its workers from a generator of its own.
+
+    Each iterator draws one, by default from the generator of the step; and a run that goes on makes
+    an iterator after its generators are loaded.
+    """
+    if isinstance(dataloader, DataLoader):
+        dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
 
 
 def describe_excluded(names: Iterable[StateName]) -> str:

@@ -253,7 +253,7 @@ class CheckedCheckpointManager(CheckpointManager):
                     shutil.rmtree(unfinished, ignore_errors=True)
             raise CheckpointError(
                 f"the checkpoint {unfinished} could not be written: {_reasons(error)}. {left} "
-                "stay as they were. Free space or correct the cause named above, or "
+                "are as they were. Free space or correct the cause named above, or "
                 f"{self.elsewhere}, then start again."
             ) from error
 

@@ -35,7 +35,7 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
 from graph_trainer.titan.activation_policies import BudgetAC
-from graph_trainer.titan.checkpoint_states import GENERATORS, Generators
+from graph_trainer.titan.checkpoint_states import GENERATORS, Generators, keep_generators_from
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import (
@@ -119,6 +119,7 @@ class GraphTrainer(Trainer):
             if self.checkpointer.enable:
                 generators = Generators(self.parallel_dims, self.device)
                 self.checkpointer.states[GENERATORS] = generators
+                keep_generators_from(self.dataloader)
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
             if isinstance(self.tokenizer, ByteBPETokenizer):

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from graph_trainer.titan.checkpoint_states import GENERATORS, Generators
+from graph_trainer.titan.checkpoint_states import GENERATORS, Generators, keep_generators_from
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # isort: skip
@@ -101,6 +102,14 @@ def test_the_next_random_numbers_are_those_of_the_run_without_a_break(
 ) -> None:
     wanted = straight.draw()
     assert torch.equal(drawn_after(Run(tmp_path, ONE_RANK)), wanted)
+
+
+def test_an_iterator_of_torchs_loader_draws_nothing_of_the_step() -> None:
+    loader: Any = StatefulDataLoader([1, 2])
+    keep_generators_from(loader)
+    before = torch.get_rng_state()
+    assert next(iter(loader)) == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("why", ["another mesh", "an old checkpoint", "excluded"])
