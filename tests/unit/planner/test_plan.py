@@ -99,10 +99,9 @@ def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
     assert two.need.total - one.need.total >= trained_bytes(one.simulation.joint) - 2**21
 
 
-@pytest.mark.parametrize(
-    ("backend", "hardware"), [("eager", "h100-sxm"), ("inductor", "cpu"), ("regional", "h100-sxm")]
-)
-def test_the_memory_limit_is_compared_with_what_the_verdict_says(backend, hardware):
+@pytest.mark.parametrize("backend", ["eager", "inductor", "regional"])
+def test_the_memory_limit_is_compared_with_what_the_verdict_says(backend):
+    hardware = "cpu" if backend == "inductor" else "h100-sxm"
     plan = planned("--compile.backend", backend, hardware=hardware)
     joint = plan.simulation.joint
     other = other_memory_of(plan.config, 4)
