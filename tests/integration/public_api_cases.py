@@ -304,7 +304,7 @@ CASES = {
         shard=hybrid,
         ranks=4,
         policies=("never",),
-        activation="layers",
+        activation="full",
         in_regions=True,
     ),
     "hybrid_odd": Case(
