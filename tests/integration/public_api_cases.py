@@ -268,7 +268,7 @@ CASES = {
     "gpt2_dropout": Case(
         build=gpt2(0.3), loss=language_loss, batch=tokens(50), policies=("always",)
     ),
-    "cnn": Case(build=Cnn, loss=classification, batch=images),
+    "cnn": Case(build=Cnn, loss=classification, batch=images, policies=("never",)),
     "odd": Case(build=Odd, loss=squares, batch=vectors),
     "checkpointed_dropout": Case(
         build=lambda: Blocks(dropout=0.4, recompute=True), loss=squares, batch=vectors
@@ -304,10 +304,10 @@ CASES = {
         shard=hybrid,
         ranks=4,
         policies=("never",),
-        activation="layers",
+        activation="full",
         in_regions=True,
     ),
     "hybrid_odd": Case(
-        build=Odd, loss=squares, batch=vectors, shard=hybrid, ranks=4, policies=("always", "never")
+        build=Odd, loss=squares, batch=vectors, shard=hybrid, ranks=4, policies=("always",)
     ),
 }
