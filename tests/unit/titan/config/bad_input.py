@@ -225,6 +225,7 @@ IN_FILES = (
     Bad("training.global_batch_size = 0", "-1 for one"),
     Bad("training.max_norm = 0", "to a positive number"),
     Bad("training.max_norm = nan", "to a positive number"),
+    Bad('training.nonfinite = "raise"', 'Write "stop", "skip"'),
     Bad("metrics.log_freq = 0", "1 or more"),
     Bad(
         'metrics.save_routing = "r.json": llama3 debugmodel has no experts',
