@@ -61,6 +61,7 @@ KEYS_AND_TYPES = (
         'Did you mean always? Write "default", "always", "never", "auto"',
     ),
     Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned", "eager"'),
+    Bad('training.nonfinite = "raise"', 'Write "stop", "skip"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
         'compile.passes = ["default", "rematerialise"]: there is no pass \'rematerialise\'',
@@ -225,7 +226,6 @@ IN_FILES = (
     Bad("training.global_batch_size = 0", "-1 for one"),
     Bad("training.max_norm = 0", "to a positive number"),
     Bad("training.max_norm = nan", "to a positive number"),
-    Bad('training.nonfinite = "raise"', 'Write "stop", "skip"'),
     Bad("metrics.log_freq = 0", "1 or more"),
     Bad(
         'metrics.save_routing = "r.json": llama3 debugmodel has no experts',
