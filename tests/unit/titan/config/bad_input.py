@@ -61,7 +61,6 @@ KEYS_AND_TYPES = (
         'Did you mean always? Write "default", "always", "never", "auto"',
     ),
     Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned", "eager"'),
-    Bad('training.nonfinite = "raise"', 'Write "stop", "skip"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
         'compile.passes = ["default", "rematerialise"]: there is no pass \'rematerialise\'',
