@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
+from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.titan import device_memory
 
 
@@ -225,6 +227,27 @@ def test_a_dry_run_prints_config_ranks_and_need(capsys):
     assert (code, out) == (2, "") and "multiple of 2" in err
 
 
+def test_a_dry_run_rehearses_a_plan_on_its_hardware(capsys, monkeypatch, tmp_path):
+    """Of a profile that only the planning machine has, on several machines that cannot be met."""
+    mine, saved = tmp_path / "mine.toml", str(tmp_path / "plan.json")
+    text = known_hardware()["h100-sxm"].read_text()
+    mine.write_text(re.sub(r"^memory_gib = .*", "memory_gib = 81.5", text, flags=re.M))
+    flags = ["--config", "debugmodel", "--training.seq_len", "64"]
+    plan = ["plan", "--world-size", "2", "--hardware", str(mine), "--save", saved]
+    code, tables, _ = run(capsys, *plan, *flags)
+    mine.unlink()
+    monkeypatch.setenv("NNODES", "2")
+    dry_run = ["train", "--dry-run", "--plan", saved, *flags]
+    again, out, _ = run(capsys, *dry_run)
+    assert (code, again) == (0, 0) and "# 2 ranks, as in " in out
+    figures = next(line for line in tables.splitlines() if "tokens/s/GPU, MFU" in line)
+    assert f"# {figures}\n" in out and "of the 81.50 GiB of mine;" in " ".join(out.split())
+    assert tomllib.loads(out)["training"]["seq_len"] == 64
+    code, out, err = run(capsys, *dry_run, "--parallelism.fsdp_reshard_after_forward", "never")
+    assert code == 2 and "captured another step" in err and 'planned "default", now "never"' in err
+    assert "# Config or versions are not those of" in out
+
+
 def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
     monkeypatch.setattr(device_memory, "available_on_cpu", lambda: (2 << 30, "on this machine"))
     monkeypatch.setattr(launcher, "start", lambda launch: pytest.fail("ranks start"))
@@ -233,8 +256,10 @@ def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
     assert (code, out) == (2, "") and "GiB more than there is" in " ".join(err.split())
     code, out, again = run(capsys, "train", "--dry-run", *large)
     assert code == 2 and "# Does not fit: needs" in out and tomllib.loads(out)
+    assert "tokens/s" not in out and "MFU" not in out
     assert again.endswith(err)
-    # on the hardware that the passes decide for it would fit
+    # on the hardware that the passes decide for it would fit; ranks elsewhere need as much
+    monkeypatch.setenv("NNODES", "2")
     code, out, again = run(capsys, "train", "--dry-run", *large, "--compile.hardware", "h100-sxm")
     assert code == 2 and "# Fits: needs" in out and "GiB more than there is" in again
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import json
 import os
 import re
@@ -32,10 +33,11 @@ from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import combinations, compare, flags_of, settings
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.html.drawn import drawn
-from graph_trainer.planner.html.page import fit_text
+from graph_trainer.planner.html.page import fit_text, write_page
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.plan_report import plan_report, readable_report
+from graph_trainer.planner.text import comparison_table
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.files import published
 from graph_trainer.titan.training_state_memory import (
@@ -338,8 +340,11 @@ def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(polic
 def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     hardware = too_small(planned())
     plan = make_plan(small(), 4, hardware, every_pass=False)
-    assert not plan.fits and "Does not fit" in shown(plan)
-    assert "No setting would help" in shown(plan)
+    assert not plan.fits and "Does not fit" in shown(plan) and "MFU" in shown(planned())
+    assert "No setting would help" in shown(plan) and "MFU" not in shown(plan)
+    for run, has_speed in ((plan, False), (planned(), True)):
+        write_page(run, page := io.StringIO())
+        assert ("<dt>MFU</dt>" in page.getvalue()) is has_speed
     tried: list[str] = []
     monkeypatch.setattr(changes, "changes_that_help", lambda plan: CHANGES)
     found = changes.advise(plan, lambda flags: small(*flags), tried.append)
@@ -477,6 +482,9 @@ def test_comparison_has_every_combination_those_that_fit_first():
         assert row.fits == (row.config["training.local_batch_size"] == "1")
     speed = [row.tokens_per_second_per_gpu for row in rows if row.fits]
     assert speed == sorted(speed, reverse=True)
+    table = comparison_table([dataclasses.asdict(row) for row in rows], hardware.memory_bytes)
+    shown_cells = list(zip(*(column.cells for column in table.columns[4:]), strict=True))
+    assert [any(map(str, cells)) for cells in shown_cells] == fits, "no speed of what cannot run"
 
 
 def test_rows_of_one_capture_follow_each_other():
