@@ -189,9 +189,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     data, tokenizer = plan.config.dataloader, plan.config.tokenizer
     if isinstance(data, TextDataLoader.Config) and not (data.dataset or data.dataset_path):
         learned = isinstance(tokenizer, ByteBPETokenizer.Config)
-        vocabulary = (
-            f", with a vocabulary of {tokenizer.vocab_size:,} of its own" if learned else ""
-        )
+        vocabulary = f", with a vocabulary of {tokenizer.vocab_size:,} of its own" * learned
         yield (
             f"The config names no data, so it trains on Python's standard library{vocabulary}. Set "
             "dataloader.dataset_path to train on your text."

@@ -16,6 +16,7 @@ from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
 from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.titan import device_memory
+from tests.unit.core.simulation.machines import has
 
 
 @pytest.fixture(autouse=True)
@@ -214,12 +215,15 @@ def test_a_table_is_no_error_either_for_a_reader_that_has_enough(monkeypatch):
         assert cli.main(["passes"]) == 141
 
 
-def test_a_dry_run_prints_config_ranks_and_need(capsys):
+def test_a_dry_run_prints_config_ranks_and_need(capsys, monkeypatch):
+    has(monkeypatch, "NVIDIA L40S", 44.4, major=8, minor=9)
     flags = ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "64"]
     code, out, err = run(capsys, "train", "--dry-run", *flags, "--compile.mode", "eager")
     comments = [line for line in out.splitlines() if line.startswith("# ")]
     assert code == 0 and "2 ranks: --nproc_per_node=2" in comments[0]
-    assert "llama3 debugmodel" in comments[1] and "captures no graph" in comments[2]
+    notes = " ".join(line.removeprefix("# ").strip() for line in comments)
+    assert "llama3 debugmodel" in comments[1] and "captures no graph" in notes
+    assert "Simulated on a100-80g in place of NVIDIA L40S" in notes and "of the 44.40 GiB" in notes
     assert max(map(len, comments)) <= 100 and any("# Fits: needs" in line for line in comments)
     assert tomllib.loads(out)["training"]["seq_len"] == 64
     assert "capturing the train step" in err
