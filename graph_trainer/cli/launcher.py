@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from graph_trainer.core.passes.memory_limit import DeviceMemory
+    from graph_trainer.planner.plan_check import PlanCheck
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 USAGE = """\
@@ -58,7 +59,7 @@ In the environment (a flag wins over it):
   LOG_RANK       the ranks whose output is shown, separated by commas: 0
   NNODES         machines: 1
   NODE_RANK      which of them this one is, from 0; rank 0 hosts the rendezvous
-  RDZV_ENDPOINT  where the machines meet, host:port; needed when there are several
+  RDZV_ENDPOINT  where the machines meet, host:port; needed to start ranks on several
   MAX_RESTARTS   how often all ranks are restarted from the last checkpoint after one has failed;
                  needs checkpoint.enable: 0
   TORCHINDUCTOR_CACHE_DIR  where what is compiled is kept: torchinductor_ and your name, below /tmp
@@ -85,10 +86,16 @@ class Launch:
     config: Any = field(default=None, compare=False)
     world_size: int = field(default=0, compare=False)
     local_ranks: int = field(default=0, compare=False)
+    check: PlanCheck | None = field(default=None, compare=False)
+    """What --plan compares the run with."""
 
 
-def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
+def prepare(argv: Sequence[str], *, module: str = RANK_MODULE, starts_ranks: bool = True) -> Launch:
     """Decide from flags and environment what to start, and check the configuration for it.
+
+    Args:
+        starts_ranks: False for a dry run. With --plan it rehearses the run on the plan's hardware,
+            so that this machine may have too few devices for it.
 
     Raises:
         ConfigError: the config, or a variable of USAGE, cannot be used.
@@ -103,19 +110,22 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
             f"environment: NODE_RANK = {machine}, but NNODES = {machines}, and machines count from "
             "0. Set it below NNODES."
         )
-    if machines > 1 and not variable("RDZV_ENDPOINT"):
+    if machines > 1 and starts_ranks and not variable("RDZV_ENDPOINT"):
         raise ConfigError(
             f"environment: NNODES = {machines}, but RDZV_ENDPOINT is not set. Set it to "
             "host:port of one of the machines, the same on all of them."
         )
     argv = with_names_of_environment(argv)
+    rehearses = not starts_ranks and any(word.partition("=")[0] == "--plan" for word in argv)
     gpus = torch.cuda.device_count()
-    ranks = ranks or gpus or (2 if machines > 1 else 0)
-    config, ranks = _checked(argv, ranks, machines)
-    _check_ranks(ranks, gpus)
+    if not ranks and not rehearses:
+        ranks = gpus or (2 if machines > 1 else 0)
+    config, check, ranks = _checked(argv, ranks, machines, rehearses)
+    if not rehearses:
+        _check_ranks(ranks, gpus)
     _check_folders(config)
     _check_restarts(config, restarts)
-    if not gpus and module == RANK_MODULE:  # others call the ops one by one
+    if not gpus and not rehearses and module == RANK_MODULE:  # others call the ops one by one
         _check_compiler(config)
     shown = variable("LOG_RANK", "0")
     numbers = [each.strip() for each in shown.split(",")]
@@ -146,7 +156,7 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     name = f"tracebacks_{machine}.txt" if machine else "tracebacks.txt"
     tracebacks = Path(config.dump_folder) / name
     words = [*arguments, "-m", module, *argv]
-    return Launch(words, environment, tracebacks, config, ranks * machines, ranks)
+    return Launch(words, environment, tracebacks, config, ranks * machines, ranks, check)
 
 
 def start(launch: Launch) -> int:
@@ -297,10 +307,12 @@ def _number(name: str, default: int, *, least: int, meaning: str) -> int:
     return int(text)
 
 
-def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrainerConfig, int]:
-    """Load the config and check it for the ranks of each machine; return both.
+def _checked(
+    argv: Sequence[str], ranks: int, machines: int, rehearses: bool
+) -> tuple[GraphTrainerConfig, PlanCheck | None, int]:
+    """Load the config and check it for the ranks of each machine; return it, the plan and them.
 
-    0 ranks leave the number to the degrees of parallelism.
+    0 ranks leave the number to the plan, or to the degrees of parallelism.
     """
     import_config_classes()
     from graph_trainer.planner.plan_check import load_config_and_plan
@@ -310,9 +322,13 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
         check_text_fills_a_batch,
     )
 
-    config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
-    if not ranks:
-        ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
+    config, check = load_config_and_plan(
+        argv, world_size=ranks * machines or None, rehearses=rehearses
+    )
+    if not ranks and check is not None:
+        ranks = check.plan.world_size // machines
+    elif not ranks:
+        ranks = wanted_ranks(config)
         try:
             check_config(config, ranks)
         except ConfigError:  # again, with the places that set the keys
@@ -321,7 +337,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     check_every_rank_has_a_document(config, ranks * machines)
     if machines == 1:  # each would tokenise the text
         check_text_fills_a_batch(config, ranks)
-    return config, ranks
+    return config, check, ranks
 
 
 def _check_ranks(ranks: int, gpus: int) -> None:
@@ -388,8 +404,7 @@ def check_step_fits(launch: Launch) -> None:
     """Refuse a step that needs more memory than there is, as the ranks would once they had started.
 
     The step is planned, for which the user's model is built and captured. Left to the ranks are a
-    step that cannot be captured, one that is not captured in training, and a run on several
-    machines, each of which would plan it.
+    step that cannot be captured, and one that is not captured in training.
 
     Raises:
         MemoryLimitError: with what the memory is for, and what would help.
@@ -400,7 +415,7 @@ def check_step_fits(launch: Launch) -> None:
 
     ours = launch.config.compile
     refuses = ours.mode != "eager" and ours.memory_limit_gib != 0
-    if not refuses or launch.world_size > launch.local_ranks:
+    if not refuses:
         return
     config = copy.copy(launch.config)
     config.compile = replace(ours, verify_passes=False)  # the ranks verify

@@ -146,7 +146,8 @@ def train(argv: Sequence[str]) -> int:
 
         return dry_run([word for word in argv if word != DRY_RUN])
     launch = launcher.prepare(argv)
-    launcher.check_step_fits(launch)
+    if launch.local_ranks == launch.world_size:  # each of several machines would plan it
+        launcher.check_step_fits(launch)
     return launcher.start(launch)
 
 

@@ -16,7 +16,8 @@ from typing import IO
 from rich.console import Group, RenderableType
 
 from graph_trainer.cli.command_line import CommandParser
-from graph_trainer.cli.launcher import check_step_fits, memory_of_rank, prepare
+from graph_trainer.cli.launcher import Launch, check_step_fits, memory_of_rank, prepare
+from graph_trainer.core.passes.memory_limit import DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
@@ -37,6 +38,7 @@ from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_comparison, write_page
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, model_name, versions
+from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
@@ -168,33 +170,62 @@ def main(argv: Sequence[str]) -> int:
 def dry_run(argv: Sequence[str]) -> int:
     """Print the config that `train` would run, after comments on its ranks and what they need.
 
+    With --plan the run is simulated on the plan's hardware and compared with the plan.
+
     Raises:
-        GraphTrainerError: as `launcher.prepare` and `check_step_fits`, or a step that cannot be
-            captured.
+        GraphTrainerError: as `launcher.prepare`, and `check_step_fits` or with --plan
+            `PlanCheck.check_run`; or a step that cannot be captured.
     """
-    launch = prepare(argv)
-    config = launch.config
+    launch = prepare(argv, starts_ranks=False)
+    if launch.check is not None:
+        return _rehearse(launch, launch.check)
+    config, notes = launch.config, []
     named = config.compile.hardware
-    hardware = load_hardware(named) if named else detect_hardware().hardware
     room, on_host = memory_of_rank(launch)
-    if not named:
-        hardware = replace(hardware, memory_gib=room.bytes / GIB)
-    with progress("plan") as say:
-        world_size = launch.world_size
-        plan = make_plan(
-            *(config, world_size, hardware),
-            captures=Captures(),
-            host_memory=lambda joint: on_host,
-            on_progress=say,
-        )
-    report = plan_report(plan)
-    lines = [f"{world_size} ranks: {launch.arguments[0]}", plan.headline]
-    for text in (*report["notes"], *fit_and_speed(report).splitlines()):
-        lines += wrapped(text, WIDTH - len("# ")).splitlines()
-    print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
+    if named:
+        hardware = load_hardware(named)
+    else:
+        detected = detect_hardware()
+        hardware = replace(detected.hardware, memory_gib=room.bytes / GIB)
+        notes = [] if detected.exact else [f"Simulated on {detected.why}."]
+    plan = _plan_dry(launch, hardware, lambda joint: on_host)
+    ranks = f"{launch.world_size} ranks: {' '.join(launch.arguments[:2])}"
+    _print_dry_run(plan, ranks, notes)
     if named or not plan.fits:  # the hardware that is named need not be this
         check_step_fits(launch)
     return 0
+
+
+def _rehearse(launch: Launch, check: PlanCheck) -> int:
+    """Print the same for the plan's hardware, and refuse what its ranks would refuse there."""
+    plan = _plan_dry(launch, check.plan.hardware)
+    with progress("compare with the plan") as say:
+        run = plan_every_class(plan, processes=usable_processes(), on_progress=say)
+    _print_dry_run(plan, f"{plan.world_size} ranks, as in {check.path}", [check.remark()])
+    check.check_run(run, launch.config.compile.memory_limit_gib)
+    return 0
+
+
+def _plan_dry(
+    launch: Launch, hardware: Hardware, host_memory: DeviceMemoryOf | None = None
+) -> Plan:
+    with progress("plan") as say:
+        return make_plan(
+            *(launch.config, launch.world_size, hardware),
+            every_pass=False,
+            captures=Captures(),
+            host_memory=host_memory,
+            on_progress=say,
+        )
+
+
+def _print_dry_run(plan: Plan, ranks: str, notes: Iterable[str]) -> None:
+    """Print the config as TOML, after comments: ranks, model, notes, memory and speed."""
+    report = plan_report(plan)
+    lines = [ranks, plan.headline]
+    for text in (*filter(None, notes), *report["notes"], *fit_and_speed(report).splitlines()):
+        lines += wrapped(text, WIDTH - len("# ")).splitlines()
+    print("".join(f"# {line}\n" for line in lines) + config_to_toml(plan.config), end="")
 
 
 def _check_together(flags: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.simulation.detect import detect_hardware
-from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint
@@ -49,17 +48,25 @@ class PlanCheck:
     """ "key: planned value, now value"; what changes graphs comes first."""
 
     @classmethod
-    def of(cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig) -> PlanCheck:
+    def of(
+        cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig, *, rehearses: bool = False
+    ) -> PlanCheck:
         """Compare config and versions of this run with those of the plan in a file.
+
+        Args:
+            rehearses: whether the run is simulated on the plan's hardware, not run here.
 
         Raises:
             ConfigError: the plan's config is not TOML.
         """
         planned = parse_toml(plan.config, f"{FLAG} {path}: config")
-        if config.compile.hardware is None and "hardware" in planned.get("compile", {}):
-            # what the run simulates; in the plan it is the value of --hardware
-            named = detect_hardware().hardware.name
-            config = replace(config, compile=replace(config.compile, hardware=named))
+        hardware = planned.get("compile", {}).get("hardware")  # the value of --hardware
+        if config.compile.hardware is None and hardware is not None:
+            if not rehearses:
+                detected = detect_hardware()
+                # a substitute may have the name of the plan's profile
+                hardware = detected.hardware.name if detected.exact else detected.why
+            config = replace(config, compile=replace(config.compile, hardware=hardware))
         now = parse_toml(config_to_toml(config), "config") | {"versions": versions()}
         return cls(plan, path, differences(planned | {"versions": plan.versions}, now))
 
@@ -72,12 +79,28 @@ class PlanCheck:
         difference = self.plan.of_rank(rank).fingerprint.difference(captured)
         if difference is not None:
             cause = self.remark() or (
-                f"Config and versions are the plan's; it was captured for '{self.plan.device}'"
+                f"Config and versions are the plan's; it was captured for "
+                f"'{self.plan.hardware.device}'"
             )
             raise VerificationError(
                 f"rank {rank} captured another step than {self.path} has: {difference}. {cause}. "
                 f"{_INSTEAD}"
             )
+
+    def check_run(self, run: SavedPlan, limit_gib: float | None) -> None:
+        """Refuse a run that is planned on the plan's hardware, as its ranks would refuse it there.
+
+        Args:
+            run: the plan of the run's config, of as many ranks as the plan to compare with.
+            limit_gib: compile.memory_limit_gib.
+
+        Raises:
+            ConfigError: the run needs more memory than the limit, or than the hardware has.
+            VerificationError: as `check`, for the first rank of any class.
+        """
+        for rank in sorted({*self.plan.classes, *run.classes}):
+            self.check(run.of_rank(rank).fingerprint, rank)
+        _check_memory(run, self.path, limit_gib)
 
     def remark(self) -> str:
         """Describe how config and versions differ from the plan's; empty where they do not."""
@@ -89,7 +112,7 @@ class PlanCheck:
 
 
 def load_config_and_plan(
-    words: Sequence[str], *, world_size: int | None = None
+    words: Sequence[str], *, world_size: int | None = None, rehearses: bool = False
 ) -> tuple[GraphTrainerConfig, PlanCheck | None]:
     """Load the config of a command line and the plan that its --plan names.
 
@@ -97,6 +120,7 @@ def load_config_and_plan(
 
     Args:
         world_size: as `load_config` takes it.
+        rehearses: as `PlanCheck.of` takes it.
 
     Returns:
         the checked config; and what to compare the run with, or None without --plan.
@@ -140,7 +164,7 @@ def load_config_and_plan(
             "them as planned, or write the plan again with `graph-trainer plan --save`."
         )
     _check_memory(plan, path, config.compile.memory_limit_gib)
-    check = PlanCheck.of(plan, path, config)
+    check = PlanCheck.of(plan, path, config, rehearses=rehearses)
     for each in check.differences:
         if each.startswith(_OF_BATCHES):  # what is captured shows the others, if they matter
             raise ConfigError(f"{FLAG} {path}: {each}. {_INSTEAD}")
@@ -148,12 +172,12 @@ def load_config_and_plan(
 
 
 def _check_memory(plan: SavedPlan, path: Path, limit: float | None) -> None:
-    """Refuse a plan that needs more than the limit; without one, than its kind of GPU has."""
-    needed = max(each.predicted.needed_bytes for each in plan.classes.values())
+    """Refuse a plan that needs more than the limit; without one, than its hardware has."""
+    needed = max(planned.predicted.needed_bytes for planned in plan.classes.values())
     what, room, risk = f"{KEY} is", limit, f"raise {KEY}"
-    if limit is None and plan.device == "cuda" and plan.hardware in known_hardware():
-        what, risk = f"{KEY} is unset and '{plan.hardware}' has", f"take the risk with {KEY} = 0"
-        room = load_hardware(plan.hardware).memory_gib
+    if limit is None:
+        what, room = f"{KEY} is unset and '{plan.hardware.name}' has", plan.hardware.memory_gib
+        risk = f"take the risk with {KEY} = 0"
     if room and needed > room * GIB:
         raise ConfigError(
             f"{FLAG} {path}: the step needs {gib(needed)} GiB on the rank that needs most, but "

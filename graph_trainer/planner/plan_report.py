@@ -31,6 +31,8 @@ from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.context_parallel import applied_method
+from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
 SCHEMA = "graph_trainer.plan/2"
 """Changes when a key changes its meaning or goes; new keys do not change it."""
@@ -198,7 +200,15 @@ def _spare(plan: Plan) -> str:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Yield remarks on the plan as a whole: its mode, machines, limit and host memory."""
+    """Yield remarks on the plan as a whole: its data, mode, machines, limit and host memory."""
+    data, tokenizer = plan.config.dataloader, plan.config.tokenizer
+    if isinstance(data, TextDataLoader.Config) and not (data.dataset or data.dataset_path):
+        learned = isinstance(tokenizer, ByteBPETokenizer.Config)
+        vocabulary = f", with a vocabulary of {tokenizer.vocab_size:,} of its own" * learned
+        yield (
+            f"The config names no data, so it trains on Python's standard library{vocabulary}. Set "
+            "dataloader.dataset_path to train on your text."
+        )
     if plan.config.compile.mode == "eager" and plan.simulation.runtime is GRAPH_TRAINER:
         yield (
             'compile.mode = "eager" captures no graph: all figures are those of the captured step, '

@@ -166,13 +166,14 @@ class PlannedRun(ReportedRun):
         plan = self._check.plan
         rows = comparison(plan.of_rank(0).predicted, now, self._issued, self._steps)
         here = torch.cuda.get_device_name() if self._on_cuda else "cpu"
-        title = f"Predicted for {plan.hardware}, measured on {here}: rank 0 of {plan.world_size:,}"
+        there = plan.hardware.name
+        title = f"Predicted for {there}, measured on {here}: rank 0 of {plan.world_size:,}"
         print_table(comparison_table(title, rows))
         path = Path(self._config.dump_folder) / FILE
         document = {
             "schema": SCHEMA,
             "plan": str(self._check.path),
-            "hardware": plan.hardware,
+            "hardware": there,
             "rank": 0,
             "world_size": plan.world_size,
             "rows": [asdict(row) for row in rows],

@@ -19,6 +19,7 @@ from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.equal_ranks import plan_key, shortened
@@ -31,7 +32,7 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.strict import Strict
 
-SCHEMA: Final = "graph_trainer.saved_plan/3"
+SCHEMA: Final = "graph_trainer.saved_plan/4"
 """Changes with every change of the format."""
 
 REMEDY = (
@@ -73,14 +74,13 @@ class PlannedClass(Strict):
 class SavedPlan(Strict):
     """A plan as `graph-trainer plan --save` writes it."""
 
-    schema_: Literal["graph_trainer.saved_plan/3"] = Field(alias="schema")
+    schema_: Literal["graph_trainer.saved_plan/4"] = Field(alias="schema")
     versions: dict[str, str]
     """By package."""
     config: str
     """The resolved config as TOML."""
-    hardware: str
-    device: str
-    """ "cuda" or "cpu": what the step was captured for."""
+    hardware: Hardware
+    """The profile with all its numbers: the machine that trains may lack one of a user's own."""
     world_size: Annotated[int, Field(ge=1)]
     passes: tuple[str, ...]
     """Names, in order."""
@@ -175,8 +175,7 @@ def plan_every_class(
         schema=SCHEMA,
         versions=versions(),
         config=config_to_toml(config),
-        hardware=hardware.name,
-        device=hardware.device,
+        hardware=hardware,
         world_size=world_size,
         passes=pass_names(config),
         axes=dict(zip(classes.names, classes.labels, strict=True)),

@@ -79,6 +79,11 @@ def _of(rows: Iterable[dict[str, Any]], key: str) -> list[Any]:
     return [row[key] for row in rows]
 
 
+def _where_it_fits(rows: Iterable[dict[str, Any]], key: str) -> list[Any]:
+    """Return times or speeds, None for the rows of runs that cannot run."""
+    return [row[key] if row["fits"] else None for row in rows]
+
+
 def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
     """Make a row for each pass that changes a number, with its change under every number."""
     shown: list[list[Text]] = []
@@ -207,7 +212,7 @@ def experts_table(rows: Sequence[dict[str, Any]]) -> PlainTable:
         ("imbalance", "text", [f"{each['imbalance']:,.2f}" for each in rows]),
         ("peak", "bytes", _of(rows, "peak_bytes")),
         ("needs", "bytes", _of(rows, "needed_bytes")),
-        ("step", "seconds", _of(rows, "step_seconds")),
+        ("step", "seconds", _where_it_fits(rows, "step_seconds")),
         ("fits", "text", ["yes" if each["fits"] else "NO" for each in rows]),
     )
 
@@ -236,13 +241,13 @@ def advice_table(report: dict[str, Any]) -> PlainTable:
         ("flags", "name", [" ".join(each["flags"]).replace(" --", "\n--") for each in rows]),
         ("needs", "bytes", _of(rows, "needed_bytes")),
         ("saves", "bytes", [report["needed_bytes"] - num for num in _of(rows, "needed_bytes")]),
-        ("tok/s/GPU", "count", _of(rows, "tokens_per_second_per_gpu")),
+        ("tok/s/GPU", "count", _where_it_fits(rows, "tokens_per_second_per_gpu")),
         ("fits", "text", ["yes" if each["fits"] else "no" for each in rows]),
     )
 
 
 def fit_and_speed(report: dict[str, Any]) -> str:
-    """Format whether the run fits and how fast it is."""
+    """Format whether the run fits and, where it does, how fast it is."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
     needs = f"{gib(needed)} GiB"
     peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
@@ -253,14 +258,12 @@ def fit_and_speed(report: dict[str, Any]) -> str:
         )
     bound = f"{gib(allowed)} GiB of {bound_of(report)}"
     left = f"{gib(abs(report['headroom_bytes']))} GiB"
-    memory = (
-        f"Fits: needs {needs} of the {bound}; {left} head-room."
-        if report["fits"]
-        else f"Does not fit: needs {needs}, {left} more than the {bound}."
-    )
+    if not report["fits"]:
+        return f"Does not fit: needs {needs}, {left} more than the {bound}."
     microbatches = report["microbatches"]
     return (
-        f"{memory}\n{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, MFU "
+        f"Fits: needs {needs} of the {bound}; {left} head-room.\n"
+        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, MFU "
         f"{report['mfu']:.1%}, {duration(report['step_seconds'])} a step of {microbatches} "
         f"microbatch{'es' if microbatches > 1 else ''}."
     )
@@ -282,9 +285,6 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
     most = measure("bytes", [allowed], significant=3).text(allowed)
     limits = f", and at most the row's {KEY}" if KEY in rows[0]["config"] else ""
 
-    def values(key: str) -> list[Any]:
-        return [None if row["error"] else row[key] for row in rows]
-
     fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
     table = _table(
         f"All combinations; those fit that need at most {most}{limits}",
@@ -293,11 +293,11 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
             (_heading(key), "name", [row["config"][key] for row in rows])
             for key in rows[0]["config"]
         ),
-        ("needs", "bytes", values("needed_bytes")),
-        ("step", "seconds", values("step_seconds")),
-        ("tok/s/GPU", "count", values("tokens_per_second_per_gpu")),
-        ("exposed", "seconds", values("exposed_seconds")),
-        ("MFU", "part", values("mfu")),
+        ("needs", "bytes", [None if row["error"] else row["needed_bytes"] for row in rows]),
+        ("step", "seconds", _where_it_fits(rows, "step_seconds")),
+        ("tok/s/GPU", "count", _where_it_fits(rows, "tokens_per_second_per_gpu")),
+        ("exposed", "seconds", _where_it_fits(rows, "exposed_seconds")),
+        ("MFU", "part", _where_it_fits(rows, "mfu")),
     )
     table.optional = tuple((column,) for column in table.columns[:-3:-1])
     return table

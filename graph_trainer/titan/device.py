@@ -1,7 +1,7 @@
 """What torchtitan needs and this torch or this machine lacks: a CPU device module, time-outs.
 
 torchtitan binds its device type and module when torchtitan.tools.utils is imported, to CUDA where
-it finds no accelerator. `setup` has to run before any other torchtitan import.
+it finds no accelerator. `setup` binds both to the CPU there.
 """
 
 from __future__ import annotations
@@ -26,36 +26,26 @@ import torch.distributed as dist
 from graph_trainer.core.sharding.ordered_gloo import cpu_backend
 from graph_trainer.core.sharding.process_groups import groups_made
 from graph_trainer.core.torch_private_groups import set_process_group_timeout
-from graph_trainer.errors import ConfigError
 
 
 def setup() -> None:
     """Bind torchtitan to the CPU where there is no accelerator; elsewhere do nothing.
 
-    Raises:
-        ConfigError: torchtitan was imported before, and modules of it have bound CUDA.
+    Modules that torchtitan has imported before, as `python -m torchtitan.train` does, have names of
+    their own for what utils binds.
     """
     if torch.accelerator.is_available():
         return
-    utils_was_imported = "torchtitan.tools.utils" in sys.modules
     from torchtitan.tools import utils
 
     if utils.device_type == "cpu":
         return
-    bound = [
-        name
-        for name, module in sys.modules.items()
-        if name.startswith("torchtitan.")
-        and module is not utils
-        and getattr(module, "device_type", None) == utils.device_type
-    ]
-    if utils_was_imported and bound:
-        raise ConfigError(
-            f"torchtitan was imported before graph_trainer and {bound[0]} has bound device type "
-            f"'{utils.device_type}', which this machine lacks: import graph_trainer.titan first"
-        )
-    utils.device_type = "cpu"
-    utils.device_module = _cpu_module()
+    to_cpu = {"device_type": "cpu", "device_module": _cpu_module()}
+    bound = {name: getattr(utils, name) for name in to_cpu}
+    for module in [m for name, m in sys.modules.items() if name.startswith("torchtitan.")]:
+        for name, value in to_cpu.items():
+            if getattr(module, name, None) is bound[name]:
+                setattr(module, name, value)
 
 
 def own_cpu_backend() -> contextlib.AbstractContextManager[Any]:

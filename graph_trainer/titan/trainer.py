@@ -49,6 +49,7 @@ from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
 from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts, resident_growth
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.export import described, write_beside_weights
+from graph_trainer.titan.model_flops import flops_beyond_torchtitans
 from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.routing import RoutingRecorder
@@ -79,6 +80,10 @@ class GraphTrainer(Trainer):
         said = described(config)
         super().__init__(checked)
         (self._model,) = self.model_parts
+        if config.model_spec is not None:
+            self.metrics_processor.num_flops_per_token += flops_beyond_torchtitans(
+                config.model_spec.model, self._model, config.training.seq_len
+            )
         attach_loss(self.loss_fn, self._model)
         self._routing: RoutingRecorder | None = None
         chunked = isinstance(self.loss_fn, ChunkedCrossEntropyLoss)

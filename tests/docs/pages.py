@@ -21,7 +21,7 @@ CONTINUES = re.compile(r"continues the\s+block with `(\w+)`")
 NAMES_FILE = re.compile(r'"""((\w+/)?\w+\.py)"""')
 """The beginning of a Python block that is a file."""
 
-STARTS_RANKS = ("./run_train.sh", "./run_tests.sh", "graph-trainer bisect-passes")
+STARTS_RANKS = ("torchrun", "./run_train.sh", "./run_tests.sh", "graph-trainer bisect-passes")
 """Commands for test_commands.py; other `graph-trainer` ones are run by test_pages.py."""
 
 

@@ -26,6 +26,7 @@ TRAINING = [c for c in COMMANDS if "./run_train.sh" in c[1] and "--plan" not in 
 # the run that a page shows, and one of a reader's own model; the integration tests train the others
 RUN = [(block, command) for block, command in TRAINING if block.output or OWN_MODEL in command]
 TESTING = [c for c in COMMANDS if "./run_tests.sh" in c[1]]
+OF_TORCHTITAN = [c[1] for c in COMMANDS if "-m torchtitan.train" in c[1]]
 BISECTING = [c[1] for c in COMMANDS if "bisect-passes" in c[1] and OWN_MODEL not in c[1]]
 
 TABLE = {"after", "capture", *registered_passes()}
@@ -117,6 +118,14 @@ def test_one_page_shows_what_training_shows():
 def test_a_command_that_tests_is_one_that_the_script_knows(command):
     words = shlex.split(command)[1:]
     assert words in ([], ["--full"]) and "--full) " in (pages.ROOT / "run_tests.sh").read_text()
+
+
+@pytest.mark.parametrize("command", OF_TORCHTITAN)
+def test_torchtitans_own_launcher_trains_the_plugin(command, tmp_path):
+    """It imports torchtitan, which binds CUDA where there is no GPU, before our package."""
+    small = " --training.seq_len 64 --training.local_batch_size 2"
+    output = run(command + SHORTER + small, tmp_path)
+    assert "captured in" in output and output.count("Training completed") == 2
 
 
 @pytest.mark.parametrize("command", BISECTING)

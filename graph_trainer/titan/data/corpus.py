@@ -35,12 +35,12 @@ VALIDATING_PERCENT = 8
 class Corpus:
     """Documents in a fixed order, each in the training or the validation split.
 
-    A ``.py`` or ``.txt`` file is one document, and its path decides its split. A ``.jsonl`` record
-    is one document, and its text decides its split, so that equal records are in the same split.
-    So does the text of each piece of a lone ``.txt`` file, which is cut at blank lines into pieces
-    of at least 4096 characters. Documents of nothing but whitespace are left out. About 8 of 100
-    documents validate; of two or more documents that differ, each split gets at least one, and a
-    single document trains.
+    A ``.py`` or ``.txt`` file of a folder is one document, and its path decides its split. A
+    ``.jsonl`` record is one document, and its text decides its split, so that equal records are in
+    the same split. So does the text of each piece of a lone ``.txt`` file, which is cut at blank
+    lines into pieces of at least 4096 characters, each a document. Documents of nothing but
+    whitespace are left out. About 8 of 100 documents validate; of two or more documents that
+    differ, each split gets at least one, and a single document trains.
     """
 
     name: str

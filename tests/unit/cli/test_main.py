@@ -1,6 +1,7 @@
 """The console script: what it prints, starts and refuses."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,9 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
+from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.titan import device_memory
+from tests.unit.core.simulation.machines import has
 
 
 @pytest.fixture(autouse=True)
@@ -209,17 +212,41 @@ def test_a_table_is_no_error_either_for_a_reader_that_has_enough(monkeypatch):
         assert cli.main(["passes"]) == 141
 
 
-def test_a_dry_run_prints_config_ranks_and_need(capsys):
+def test_a_dry_run_prints_config_ranks_and_need(capsys, monkeypatch):
+    has(monkeypatch, "NVIDIA L40S", 44.4, major=8, minor=9)
     flags = ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "64"]
     code, out, err = run(capsys, "train", "--dry-run", *flags, "--compile.mode", "eager")
     comments = [line for line in out.splitlines() if line.startswith("# ")]
     assert code == 0 and "2 ranks: --nproc_per_node=2" in comments[0]
-    assert "llama3 debugmodel" in comments[1] and "captures no graph" in comments[2]
+    notes = " ".join(line.removeprefix("# ").strip() for line in comments)
+    assert "llama3 debugmodel" in comments[1] and "captures no graph" in notes
+    assert "Simulated on a100-80g in place of NVIDIA L40S" in notes and "of the 44.40 GiB" in notes
     assert max(map(len, comments)) <= 100 and any("# Fits: needs" in line for line in comments)
     assert tomllib.loads(out)["training"]["seq_len"] == 64
     assert "capturing the train step" in err
     code, out, err = run(capsys, "train", "--dry-run", "--training.seq_len", "63", *flags[:2])
     assert (code, out) == (2, "") and "multiple of 2" in err
+
+
+def test_a_dry_run_rehearses_a_plan_on_its_hardware(capsys, monkeypatch, tmp_path):
+    """Of a profile that only the planning machine has, on several machines that cannot be met."""
+    mine, saved = tmp_path / "mine.toml", str(tmp_path / "plan.json")
+    text = known_hardware()["h100-sxm"].read_text()
+    mine.write_text(re.sub(r"^memory_gib = .*", "memory_gib = 81.5", text, flags=re.M))
+    flags = ["--config", "debugmodel", "--training.seq_len", "64"]
+    plan = ["plan", "--world-size", "2", "--hardware", str(mine), "--save", saved]
+    code, tables, _ = run(capsys, *plan, *flags)
+    mine.unlink()
+    monkeypatch.setenv("NNODES", "2")
+    dry_run = ["train", "--dry-run", "--plan", saved, *flags]
+    again, out, _ = run(capsys, *dry_run)
+    assert (code, again) == (0, 0) and "# 2 ranks, as in " in out
+    figures = next(line for line in tables.splitlines() if "tokens/s/GPU, MFU" in line)
+    assert f"# {figures}\n" in out and "of the 81.50 GiB of mine;" in " ".join(out.split())
+    assert tomllib.loads(out)["training"]["seq_len"] == 64
+    code, out, err = run(capsys, *dry_run, "--parallelism.fsdp_reshard_after_forward", "never")
+    assert code == 2 and "captured another step" in err and 'planned "default", now "never"' in err
+    assert "# Config or versions are not those of" in out
 
 
 def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
@@ -230,8 +257,10 @@ def test_a_step_that_cannot_fit_starts_no_rank(monkeypatch, capsys):
     assert (code, out) == (2, "") and "GiB more than there is" in " ".join(err.split())
     code, out, again = run(capsys, "train", "--dry-run", *large)
     assert code == 2 and "# Does not fit: needs" in out and tomllib.loads(out)
+    assert "tokens/s" not in out and "MFU" not in out
     assert again.endswith(err)
-    # on the hardware that the passes decide for it would fit
+    # on the hardware that the passes decide for it would fit; ranks elsewhere need as much
+    monkeypatch.setenv("NNODES", "2")
     code, out, again = run(capsys, "train", "--dry-run", *large, "--compile.hardware", "h100-sxm")
     assert code == 2 and "# Fits: needs" in out and "GiB more than there is" in again
 

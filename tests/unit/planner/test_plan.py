@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import json
 import os
 import re
@@ -19,10 +20,12 @@ from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
+from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.memory_limit import Budget, what_would_help
 from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
+from graph_trainer.core.simulation.op_costs import flops_of
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
@@ -32,10 +35,11 @@ from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import combinations, compare, flags_of, settings
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.html.drawn import drawn
-from graph_trainer.planner.html.page import fit_text
+from graph_trainer.planner.html.page import fit_text, write_page
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.plan_report import plan_report, readable_report
+from graph_trainer.planner.text import comparison_table
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.files import published
 from graph_trainer.titan.training_state_memory import (
@@ -213,12 +217,16 @@ def test_passes_that_decide_for_another_machine_are_told():
     assert told not in shown(same) and told not in shown(plan)
 
 
+def told_of(plan):
+    return plan_report(plan)["notes"]
+
+
 def test_a_mode_that_captures_nothing_is_told():
     plan = planned()
     eager = dataclasses.replace(plan, config=small("--compile.mode", "eager"))
     assert 'compile.mode = "eager" captures no graph: all' in " ".join(shown(eager).split())
     as_torchtitan = dataclasses.replace(eager.simulation, runtime=TORCHTITAN)
-    assert plan_report(dataclasses.replace(eager, simulation=as_torchtitan))["notes"] == []
+    assert told_of(dataclasses.replace(eager, simulation=as_torchtitan)) == told_of(plan)
 
 
 def test_a_profile_without_the_dtype_of_the_run_is_told():
@@ -228,8 +236,31 @@ def test_a_profile_without_the_dtype_of_the_run_is_told():
     asks = dataclasses.replace(plan, hardware=slow)
     assert told in " ".join(shown(asks).split())
     in_float32 = small("--training.mixed_precision_param", "float32")
-    assert plan_report(dataclasses.replace(asks, config=in_float32))["notes"] == []
-    assert plan_report(plan)["notes"] == []
+    assert told_of(dataclasses.replace(asks, config=in_float32)) == told_of(plan)
+
+
+def test_a_config_that_names_no_data_is_told_what_it_trains_on():
+    (note,) = told_of(planned())
+    assert "Python's standard library, with a vocabulary of 2,048 of its own" in note
+    write_page(planned(), page := io.StringIO())
+    assert "<span>2,048</span>" in page.getvalue()
+    mine = small("--dataloader.dataset", "stdlib")
+    assert told_of(dataclasses.replace(planned(), config=mine)) == []
+
+
+def test_flops_of_a_model_that_predicts_several_tokens_are_those_of_its_graph():
+    """What a second prediction adds, by torch's counts of the captured ops."""
+    counted, captured = [], []
+    for entry in ("deepseek_v3_debugmodel", "deepseek_v3_debugmodel_mtp"):
+        words = ["--module", "torchtitan.models.deepseek_v3", "--config", entry]
+        words += ["--training.seq_len", "16", "--training.local_batch_size", "1"]
+        config = load_config([*words, "--activation_checkpoint.type", "none"], world_size=1)
+        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        run = FakeRank(config, 1)
+        nodes = compute_nodes(run.capture().graph)
+        captured.append(sum(flops for flops, _ in map(flops_of, nodes)) / 16)
+        counted.append(run.flops_per_token)
+    assert counted[1] - counted[0] == pytest.approx(captured[1] - captured[0], rel=0.01)
 
 
 def test_a_bucket_over_several_modules_says_what_is_in_it():
@@ -338,8 +369,11 @@ def test_a_plan_beyond_its_limit_does_not_fit_and_is_advised_one_that_does(polic
 def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     hardware = too_small(planned())
     plan = make_plan(small(), 4, hardware, every_pass=False)
-    assert not plan.fits and "Does not fit" in shown(plan)
-    assert "No setting would help" in shown(plan)
+    assert not plan.fits and "Does not fit" in shown(plan) and "MFU" in shown(planned())
+    assert "No setting would help" in shown(plan) and "MFU" not in shown(plan)
+    for run, has_speed in ((plan, False), (planned(), True)):
+        write_page(run, page := io.StringIO())
+        assert ("<dt>MFU</dt>" in page.getvalue()) is has_speed
     tried: list[str] = []
     monkeypatch.setattr(changes, "changes_that_help", lambda plan: CHANGES)
     found = changes.advise(plan, lambda flags: small(*flags), tried.append)
@@ -477,6 +511,9 @@ def test_comparison_has_every_combination_those_that_fit_first():
         assert row.fits == (row.config["training.local_batch_size"] == "1")
     speed = [row.tokens_per_second_per_gpu for row in rows if row.fits]
     assert speed == sorted(speed, reverse=True)
+    table = comparison_table([dataclasses.asdict(row) for row in rows], hardware.memory_bytes)
+    shown_cells = list(zip(*(column.cells for column in table.columns[4:]), strict=True))
+    assert [any(map(str, cells)) for cells in shown_cells] == fits, "no speed of what cannot run"
 
 
 def test_rows_of_one_capture_follow_each_other():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -21,6 +22,8 @@ from graph_trainer.planner.plan import versions
 from graph_trainer.planner.plan_check import PlanCheck, differences, load_config_and_plan
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.testing import Builder
+from graph_trainer.titan.config.serialize import config_to_toml
+from tests.unit.core.simulation.machines import has
 from tests.unit.planner.conftest import RANKS, config_of
 
 CONFIG = ["--config", "debugmodel", "--training.seq_len", "32", "--training.local_batch_size", "1"]
@@ -190,33 +193,64 @@ def test_what_needs_no_capture_is_refused_before_ranks_communicate(saved, flags,
         load_config_and_plan(["--plan", str(saved), *CONFIG, *flags])
 
 
+def needing(plan, need, hardware=None):
+    """The plan with a need of bytes on the rank that needs most."""
+    big = plan.model_copy(update={"hardware": hardware or plan.hardware}, deep=True)
+    rank = max(big.classes)
+    predicted = big.classes[rank].predicted.model_copy(update={"needed_bytes": need})
+    big.classes[rank] = big.classes[rank].model_copy(update={"predicted": predicted})
+    return big
+
+
 def test_a_plan_that_cannot_fit_is_refused_before_ranks_start(plan, tmp_path):
-    """On the rank that needs most, within the limit or else the memory of the planned GPU."""
-    path = tmp_path / "big.json"
+    """On the rank that needs most, within the limit or else the memory of the plan's hardware."""
+    path, limit = tmp_path / "big.json", "--compile.memory_limit_gib"
+    hardware = replace(load_hardware("h100-sxm"), name="a_profile_of_ones_own", memory_gib=81.0)
 
-    def load(device, hardware, *flags, need=80 * GIB):
-        big = plan.model_copy(update={"device": device, "hardware": hardware}, deep=True)
-        rank = max(big.classes)
-        predicted = big.classes[rank].predicted.model_copy(update={"needed_bytes": need})
-        big.classes[rank] = big.classes[rank].model_copy(update={"predicted": predicted})
-        path.write_text(big.to_json())
-        return load_config_and_plan(["--plan", str(path), *CONFIG, *flags])
+    def load(*flags, need=80 * GIB):
+        path.write_text(needing(plan, need, hardware).to_json())
+        return load_config_and_plan(["--plan", str(path), *CONFIG, *flags])[1]
 
-    limit = "--compile.memory_limit_gib"
     with pytest.raises(ConfigError) as refused:
-        load("cpu", "cpu", limit, "79.5")
+        load(limit, "79.5")
     assert str(refused.value).startswith(f"--plan {path}: the step needs 80.00 GiB on the rank")
     assert "compile.memory_limit_gib is 79.5 GiB. Plan" in str(refused.value)
     assert str(refused.value).endswith("or raise compile.memory_limit_gib.")
-    assert load("cpu", "cpu", limit, "80")[1] and load("cpu", "cpu")[1]
-    has = load_hardware("h100-sxm").memory_gib
-    message = f"is unset and 'h100-sxm' has {has:g} GiB.*take the risk with .*limit_gib = 0"
+    assert load(limit, "80") and load(need=81 * GIB).plan.hardware == hardware
+    message = "is unset and 'a_profile_of_ones_own' has 81 GiB.*take the risk with .*limit_gib = 0"
     with pytest.raises(ConfigError, match=message):
-        load("cuda", "h100-sxm")
-    for flags in ((limit, "0"), (limit, "80")):
-        assert load("cuda", "h100-sxm", *flags)[1]
-    assert load("cuda", "h100-sxm", need=int(has * GIB))[1]
-    assert load("cuda", "a_profile_of_ones_own")[1]
+        load(need=81 * GIB + 1)
+    assert load(limit, "0", need=81 * GIB + 1)
+
+
+def test_a_rehearsed_run_is_refused_as_its_ranks_would_refuse_it(plan, saved):
+    check = PlanCheck.of(plan, saved, config_of(), rehearses=True)
+    check.check_run(plan, None)
+    room = int(plan.hardware.memory_gib * GIB)
+    with pytest.raises(ConfigError, match="is unset and 'cpu' has"):
+        check.check_run(needing(plan, room + 1), None)
+    check.check_run(needing(plan, room + 1), 0)
+    last = max(plan.classes)
+    of_last = plan.classes[last].fingerprint
+    other = plan.model_copy(deep=True)
+    other.classes[last] = plan.classes[last].model_copy(
+        update={"fingerprint": of_last.model_copy(update={"ops": of_last.ops[1:]})}
+    )
+    with pytest.raises(VerificationError, match=f"^rank {last} captured another step"):
+        check.check_run(other, None)
+
+
+def test_a_device_without_a_profile_is_named_and_not_compared_by_its_substitute(
+    plan, saved, monkeypatch
+):
+    planned = config_of("--compile.hardware", "h100-sxm")
+    for_h100 = plan.model_copy(update={"config": config_to_toml(planned)})
+    has(monkeypatch, "NVIDIA H100 PCIe", 79.1)
+    difference = PlanCheck.of(for_h100, saved, config_of()).remark()
+    assert 'hardware: planned "h100-sxm", now "h100-sxm in place of NVIDIA H100 PCIe' in difference
+    assert not PlanCheck.of(for_h100, saved, config_of(), rehearses=True).remark()
+    has(monkeypatch, "NVIDIA H100 80GB HBM3", 79.1)
+    assert not PlanCheck.of(for_h100, saved, config_of()).remark()
 
 
 def test_another_number_of_ranks_is_refused(saved, monkeypatch):

@@ -1,9 +1,13 @@
-"""Hardware in round numbers, and random graphs to play on it."""
+"""Hardware in round numbers, GPUs that are not there, and random graphs to play on them."""
 
+from types import SimpleNamespace
+
+import torch
 from hypothesis import strategies as st
 
 from graph_trainer.core.graph.annotations import Phase
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.units import GIB
 from graph_trainer.testing import Builder
 from tests.unit.graphs import aten, c10d
 
@@ -51,6 +55,13 @@ def same_seconds(seconds, **changes):
         network_bytes_per_second=1e300,
         **changes,
     )
+
+
+def has(monkeypatch, name, gib, major=9, minor=0):
+    """Make this a machine with a GPU of that name."""
+    found = SimpleNamespace(name=name, total_memory=int(gib * GIB), major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
 
 
 _OPS = ("add", "mul", "relu", "transpose", "mm", "sum", "start", "wait")

@@ -1,7 +1,6 @@
 """The profile of the machine that is there, and ranks that agree on it."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +11,9 @@ from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.simulation import detect
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_for, detect_hardware
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
-from graph_trainer.core.units import GIB
+from tests.unit.core.simulation.machines import has
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import captured_decoder, hungry
-
-
-def has(monkeypatch, name, gib, major=9, minor=0):
-    """Make this a machine with a GPU of that name."""
-    found = SimpleNamespace(name=name, total_memory=int(gib * GIB), major=major, minor=minor)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
 
 
 @pytest.mark.parametrize(

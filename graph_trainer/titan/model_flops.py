@@ -1,0 +1,29 @@
+"""Count the model FLOPs that torchtitan's own count leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def flops_beyond_torchtitans(config: Any, model: nn.Module, seq_len: int) -> int:
+    """Return the FLOPs per token that torchtitan 0.3.0 does not count of a model with mtp_layers.
+
+    torchtitan counts 6 FLOPs for each weight that a token meets, the head's once, and the attention
+    of `layers`. Each of `mtp_layers`, which predict further tokens, attends as well and its result
+    passes through the head once more.
+
+    Args:
+        config: of the model, which counts for torchtitan (`get_nparams_and_flops`).
+        model: with weights of their global shapes; on any device, sharded or not.
+        seq_len: tokens of a sequence.
+    """
+    further = len(getattr(config, "mtp_layers", None) or ())
+    if not further:
+        return 0
+    (_, counted), (_, without_attention) = (
+        config.get_nparams_and_flops(model, length) for length in (seq_len, 0)
+    )
+    attention = (counted - without_attention) // len(config.layers)
+    return further * (6 * model.get_parameter("lm_head.weight").numel() + attention)
