@@ -245,7 +245,6 @@ def _captured(
     outputs, without_grad = tuple(trace.outputs), tuple(trace.without_grad)
     signature = Signature(tuple(trace.inputs), outputs, without_grad, backward)
     refuse_shared_memory(signature.inputs, _parts([*state.tensors, *batch_tensors]))
-    rounding = tuple(trace.rounding)
     del trace
     refuse_leftovers(made)
     graph_module.recompile()
@@ -256,7 +255,6 @@ def _captured(
         type(model).__name__,
         weakref.ref(model),
         settings.without(changes),
-        rounding=rounding,
     )
     find_fsdp_roles(joint)
     tag_offload_regions(joint)

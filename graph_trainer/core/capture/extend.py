@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,8 +55,8 @@ def extend(
 
     Args:
         graph_module: of a step in which `repetition` skipped layers.
-        trace: made it. Its lists of inputs, of outputs, of parameters without a gradient and of
-            remarks on rounding are completed.
+        trace: made it. Its lists of inputs, of outputs and of parameters without a gradient are
+            completed.
         state: of the model, with the tensors of layers that were left out.
         fake_of: makes the fake tensor, in the trace, of a plain one.
 
@@ -363,12 +362,6 @@ class _Extension:
                 its = made[node] if period == -1 else copies[phase, period, position]
                 returned.append(its)
         trace.outputs, trace.without_grad = outputs, without_grad
-        texts = set(trace.rounding)
-        for names in self._names[2:-1]:
-            for layer, own_name in names.items():
-                begins = re.compile(rf"(?<=module '){re.escape(layer)}(?=['.])")
-                texts.update(begins.sub(own_name, text) for text in trace.rounding)
-        trace.rounding = sorted(texts)
         return tuple(returned)
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graph_trainer.core.capture.eager_formulas import KEY, mark_of, rounding_of
 from graph_trainer.core.graph.annotations import Phase, annotation
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
@@ -41,8 +40,6 @@ class Scopes:
         self._module = LOSS_MODULE
         self._failed: str | None = None
         self._stack: list[tuple[str, dict[str, Any]]] = []
-        self.rounding: list[str] = []
-        """Why gradients are eager's up to rounding only, by the autograd nodes that ran."""
 
     @contextlib.contextmanager
     def trace(self, model: nn.Module) -> Iterator[None]:
@@ -117,13 +114,9 @@ class Scopes:
         position = bisect.bisect_right(self._starts, autograd_sequence_number(node)) - 1
         module = self._modules[max(position, 0)]
 
-        def enter(gradients: tuple[Any, ...]) -> None:
+        def enter(_: tuple[Any, ...]) -> None:
             self._module, self._failed = module, None
-            meta = get_current_meta()
-            meta["custom"] = {k: v for k, v in meta.get("custom", {}).items() if k != KEY}
-            self._write(annotation(phase=Phase.BACKWARD, module=module) | mark_of(node, gradients))
-            if (why := rounding_of(node, gradients)) is not None:
-                self.rounding.append(f"{why} (module '{module}')")
+            self._write(annotation(phase=Phase.BACKWARD, module=module))
 
         return enter
 

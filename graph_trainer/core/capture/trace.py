@@ -16,7 +16,6 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.capture.eager_formulas import as_in_eager
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
@@ -84,8 +83,6 @@ class StepTrace:
     scopes: Scopes = field(default_factory=Scopes)
     outputs: list[Output] = field(default_factory=list)
     without_grad: list[str] = field(default_factory=list)
-    rounding: list[str] = field(default_factory=list)
-    """Why results are eager's up to rounding only; empty where their bits are equal."""
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """The fake tensors that the step's ops made."""
 
@@ -166,7 +163,6 @@ class StepTrace:
         refuse_uninitialised(graph_module.graph)
         refuse_sparse(graph_module.graph)
         let_views_copy(graph_module.graph, mode)
-        self.rounding = sorted({*self.scopes.rounding, *as_in_eager(graph_module.graph)})
         return graph_module
 
     def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
