@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 from graph_trainer.core.bisect.replay import gradients_of, named_results
+from graph_trainer.core.capture.trace import without_fused_layers
 from graph_trainer.core.tensor_diff import Results, compare
 from graph_trainer.errors import CaptureError
 
@@ -328,8 +329,9 @@ def outcome_of(
     def eager(model: nn.Module, *batch: torch.Tensor) -> Any:
         for parameter in model.parameters():
             parameter.grad = None
-        loss = loss_fn(model, *batch)
-        loss.backward()
+        with without_fused_layers():
+            loss = loss_fn(model, *batch)
+            loss.backward()
         return loss, gradients_of(model)
 
     def two_steps(model: Sampled, step: Callable[..., Any]) -> Iterator[Results]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -131,40 +130,6 @@ def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None
     the context raises what it raises.
     """
     return getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)()
-
-
-@contextlib.contextmanager
-def fused_layers_as_in_eager() -> Iterator[None]:
-    """Let transformer layers without gradients take their fused kernels while they are traced.
-
-    torch.nn's encoder layers and attention have kernels for inference that sum in another order.
-    They leave them out where a torch function mode or make_fx is at work, which a trace has and
-    the step itself has not.
-    """
-    overrides: Any = torch.overrides
-    attention: Any = nn.modules.activation
-    callers = (attention.__name__, nn.modules.transformer.__name__)
-    original = overrides.has_torch_function
-
-    def has_torch_function(tensors: Any) -> bool:
-        if sys._getframe(1).f_globals.get("__name__") not in callers:
-            return bool(original(tensors))
-        plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
-        return any(type(tensor).__torch_function__ not in plain for tensor in tensors)
-
-    not_tracing = patch.object(attention, "_is_make_fx_tracing", lambda: False)
-    with patch.object(overrides, "has_torch_function", has_torch_function), not_tracing:
-        yield
-
-
-def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of encoder layers without forward hooks: such a layer runs its fused
-    kernel where no module in it has one of its own."""
-    layers = [
-        list(m.modules()) for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)
-    ]
-    hooked = (any(m._forward_hooks or m._forward_pre_hooks for m in inner) for inner in layers)
-    return {m for inner, has in zip(layers, hooked, strict=True) if not has for m in inner}
 
 
 def has_registered_effect(target: Any) -> bool:

@@ -32,7 +32,6 @@ from graph_trainer.core.torch_private import (
     ambient_state,
     forward_replaced,
     hooks_of,
-    modules_that_look_for_hooks,
     pytree,
     reads_seen,
     tensor_hooks,
@@ -223,7 +222,6 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
         tensors: its parameters and buffers, which are inputs of the step.
     """
     inputs = {id(tensor): tensor for tensor in tensors}
-    unseen = modules_that_look_for_hooks(model)  # traced, a hook of ours would change their kernels
     best, most = None, 0
     for fqn, module in model.named_modules():
         is_stack = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
@@ -234,7 +232,7 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
             continue
         layers = {clean_fqn(f"{fqn}.{key}".strip(".")): m for key, m in module.named_children()}
         run = _longest_run(layers, inputs)
-        if run is not None and unseen.isdisjoint(run.layers):
+        if run is not None:
             skipped = [m for place, m in enumerate(run.layers) if not run.is_traced(place)]
             left_out = sum(1 for layer in skipped for _ in layer.modules())
             if left_out > most:

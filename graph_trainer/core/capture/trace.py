@@ -39,7 +39,6 @@ from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     FakeTensorMode,
-    fused_layers_as_in_eager,
     local_slices,
     mark_as_parameter,
     selective_checkpoint_as_in_eager,
@@ -99,7 +98,7 @@ class StepTrace:
                 # on this thread, so that backward sees context variables and annotations
                 torch.autograd.set_multithreading_enabled(False),
                 selective_checkpoint_as_in_eager(),
-                fused_layers_as_in_eager(),
+                without_fused_layers(),
                 strided_shards_outside_traces(),
                 local_slices(lambda group: annotate(annotation(local_slice=group))),
                 mode,
@@ -341,6 +340,20 @@ class StepTrace:
                 values.append(value if parts.isdisjoint(replaced) else value.clone())
             for (before, _), value in zip(assigned, values, strict=True):
                 before.copy_(value)
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Inside, torch.nn's encoder layers and attention run op by op without gradients too.
+
+    Their fused kernels sum in another order, and torch leaves them out of a trace.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

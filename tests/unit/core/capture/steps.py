@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graph_trainer as gt
+from graph_trainer.core.capture.trace import without_fused_layers
 
 
 def net(width=8):
@@ -30,7 +31,7 @@ def mean(model, x):
 def eager(model, loss_fn, *args, backward=True, **kwargs):
     """Loss and gradients of the model itself, which is left without gradients."""
     model.zero_grad()
-    with torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward), without_fused_layers():
         loss = loss_fn(model, *args, **kwargs)
     if loss.requires_grad:
         loss.backward()

@@ -235,6 +235,19 @@ def test_a_run_on_a_few_elements_shows_the_strides_of_the_real_kernel(sizes, mon
             assert all(size == 1 or a == b for size, a, b in dims), (pair[0].stride(), strides)
 
 
+def test_gradients_have_the_parameters_strides_where_a_kernel_gives_others():
+    """Where one factor is expanded, the fake kernel of mul in bfloat16 gives the rows' strides, and
+    the real one those of the other factor."""
+    torch.manual_seed(0)
+    rows, columns = torch.randn(2, 2, 2, dtype=torch.bfloat16)
+    model = nn.ParameterDict({"a": rows, "b": columns.t()})
+
+    def loss_fn(model):
+        return (model["a"] * model["b"]).sum()
+
+    check_against_eager(model, loss_fn)
+
+
 class Image(nn.Module):
     """An operator on the values of images, laid out with their channels last or transposed."""
 
