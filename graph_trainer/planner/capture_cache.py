@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock
 from torchtitan.tools.logging import logger
 
-from graph_trainer.core.capture.real_strides import fakes_as_real
+from graph_trainer.core.capture.fake_mode import fake_mode
 from graph_trainer.core.capture.side_effects import REVIEWED, is_installed_file
 from graph_trainer.core.graph.call_signature import slots_of
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -86,7 +86,7 @@ class CaptureCache:
         try:
             if path.exists() and not path.is_file():
                 raise OSError("it is no file")
-            joint = graph_from_bytes(path.read_bytes(), fakes_as_real(), run.meshes)
+            joint = graph_from_bytes(path.read_bytes(), fake_mode(), run.meshes)
             with contextlib.suppress(OSError):  # of another user, or on a disk to read from only
                 os.utime(path)
             return joint

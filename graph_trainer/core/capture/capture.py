@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from graph_trainer.core.capture.exchanged_counts import trace_counts
 from graph_trainer.core.capture.extend import extend
+from graph_trainer.core.capture.fake_mode import fake_mode
 from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.capture.model_state import (
     ModelState,
@@ -28,7 +29,6 @@ from graph_trainer.core.capture.model_state import (
 )
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
-from graph_trainer.core.capture.real_strides import fakes_as_real
 from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
@@ -91,8 +91,7 @@ def capture(
         gradient of every parameter that requires one and that the loss reaches (none without
         `backward`). Gradients of batch tensors are not returned.
 
-    Runs on fake tensors: no tensor storage is allocated and no collective runs, nor a kernel, but
-    for a few elements where the strides of its result are not certain (`real_strides`). A
+    Runs on fake tensors: no tensor storage is allocated, no kernel and no collective runs. A
     model that asks whether its tensors are fake and then computes otherwise (transformers
     does where it would look into a mask) is captured as it computes with fake ones.
 
@@ -173,7 +172,7 @@ def _captured(
     for spec, tensor in zip(of_batch, batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
-    mode = fakes_as_real()
+    mode = fake_mode()
     # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call
     # may pass two tensors.
     real = _parts([*traced_state.tensors, *batch_tensors])

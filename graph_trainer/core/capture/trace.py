@@ -19,7 +19,6 @@ from torch.fx.traceback import annotate
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
-from graph_trainer.core.capture.real_strides import let_views_copy
 from graph_trainer.core.capture.rng_replay import RandomDraws, UserGenerators, share_repeated_draws
 from graph_trainer.core.capture.second_step import place_of
 from graph_trainer.core.capture.side_effects import (
@@ -28,8 +27,8 @@ from graph_trainer.core.capture.side_effects import (
     is_library_file,
     refuse_sparse,
     refuse_uninitialised,
-    views_out_of_place,
 )
+from graph_trainer.core.capture.views import let_views_copy, views_out_of_place
 from graph_trainer.core.graph.annotations import Phase, annotation, copy_annotations, value_of
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.ops import storage_roots
@@ -161,7 +160,7 @@ class StepTrace:
         share_repeated_draws(graph_module.graph)
         refuse_uninitialised(graph_module.graph)
         refuse_sparse(graph_module.graph)
-        let_views_copy(graph_module.graph, mode)
+        let_views_copy(graph_module.graph)
         return graph_module
 
     def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:

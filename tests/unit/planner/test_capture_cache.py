@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from graph_trainer.core.capture.real_strides import fakes_as_real
+from graph_trainer.core.capture.fake_mode import fake_mode
 from graph_trainer.core.graph.serialize import _UNREAD, graph_from_bytes, graph_to_bytes
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner import capture_cache
@@ -113,7 +113,7 @@ def test_a_step_that_was_read_is_the_captured_one(mesh):
     joint = run.capture()
     content = graph_to_bytes(joint, run.meshes)
     again = FakeRank(config, 8, 3)
-    read = graph_from_bytes(content, fakes_as_real(), again.meshes)
+    read = graph_from_bytes(content, fake_mode(), again.meshes)
     assert read.signature == joint.signature and read.model_type == joint.model_type
     meshes = [value for spec in read.signature.inputs for _, value in spec.layout.constants]
     assert meshes and all(any(mesh is now for now in again.meshes) for mesh in meshes)
@@ -470,7 +470,7 @@ class Evil:
 )
 def test_nothing_but_parts_of_graphs_is_made_of_a_file(content, message):
     with pytest.raises(pickle.UnpicklingError, match=message):
-        graph_from_bytes(zlib.compress(content), fakes_as_real(), [])
+        graph_from_bytes(zlib.compress(content), fake_mode(), [])
 
 
 def test_where_the_cache_lies(monkeypatch):
