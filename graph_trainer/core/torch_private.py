@@ -410,11 +410,3 @@ def fsspec_reader() -> type[FileSystemReader]:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader
-
-
-def queued_seeds_of_cuda() -> list[Any]:
-    """Return the calls that are to seed CUDA once it is initialized: two such lists are equal where
-    nothing has seeded it in between."""
-    from torch.cuda import _lazy_seed_tracker
-
-    return list(_lazy_seed_tracker.get_calls())

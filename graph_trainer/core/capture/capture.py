@@ -30,11 +30,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
-from graph_trainer.core.capture.rng_replay import (
-    UserGenerators,
-    refuse_draws_of_python,
-    refuse_seeds_of_cuda,
-)
+from graph_trainer.core.capture.rng_replay import refuse_draws_of_python
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_reviewed_file, refuse_leftovers
 from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
@@ -204,23 +200,18 @@ def _captured(
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
         inputs = [*traced_state.inputs, *of_batch]
-        trace = StepTrace(step, inputs, traced_state, left_out, batch, generators)
+        trace = StepTrace(step, inputs, traced_state, left_out, batch)
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(list(map(fake_of, real)), mode)
         made.extend(trace.made)
         return graph_module, trace
 
-    with (
-        refuse_seeds_of_cuda(),
-        PythonState(model, loss_fn, *hooks_of(model.modules())) as python,
-        UserGenerators() as generators,
-    ):
+    with PythonState(model, loss_fn, *hooks_of(model.modules())) as python:
         graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state, trace.apart)
         changes = python.changes()
-        if changes or generators.seen or users_own:
-            generators.second_trace()
+        if changes or users_own:
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
         else:
             python.keep_as_it_is()
@@ -231,8 +222,8 @@ def _captured(
         for spec, nodes in with_parts(trace.inputs, graph.find_nodes(op="placeholder"))
     ]
     if repetition is not None:
-        if changes or generators.seen:
-            raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
+        if changes:
+            raise NotRepeated(f"forward changes {', '.join(changes)}")
         graph_module = extend(graph_module, trace, repetition, state, fake_of_left_out)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs: 'layers_0_wo_weight', not 'arg0_17'

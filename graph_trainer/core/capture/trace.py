@@ -19,7 +19,7 @@ from torch.fx.traceback import annotate
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
-from graph_trainer.core.capture.rng_replay import RandomDraws, UserGenerators, share_repeated_draws
+from graph_trainer.core.capture.rng_replay import RandomDraws, share_repeated_draws
 from graph_trainer.core.capture.second_step import place_of
 from graph_trainer.core.capture.side_effects import (
     Assignments,
@@ -77,7 +77,6 @@ class StepTrace:
     """The tensors of layers that are left out, which are not inputs of the graph. Each is described
     and has a stand-in, which the step must not use; the last is the model's tensor."""
     batch: Batch
-    generators: UserGenerators
     scopes: Scopes = field(default_factory=Scopes)
     outputs: list[Output] = field(default_factory=list)
     without_grad: list[str] = field(default_factory=list)
@@ -193,7 +192,7 @@ class StepTrace:
         with (
             swap_tensors(self.step.model, stand_ins),
             SideEffects(self.made),
-            RandomDraws(self.generators),
+            RandomDraws(),
             _autocast_cache(),
         ):
             if self.step.backward:
