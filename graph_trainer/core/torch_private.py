@@ -278,33 +278,6 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         contents.update(before)
 
 
-@contextlib.contextmanager
-def reads_seen(
-    kind: type, name: str, modules: Iterable[nn.Module], see: Callable[[nn.Module, str], None]
-) -> Iterator[None]:
-    """Inside, call `see(module, name)` before an attribute of a class is read of some modules. It
-    is out of their dicts for as long: who looks there does not find it."""
-    contents = {id(m): (vars(m), vars(m).copy()) for m in modules if type(m) is kind}
-
-    def read(module: nn.Module) -> Any:
-        see(module, name)
-        if id(module) not in contents:
-            raise AttributeError(name)
-        return contents[id(module)][1][name]
-
-    for now, _ in contents.values():
-        del now[name]
-    try:
-        with patch.object(kind, name, property(read), create=True):
-            yield
-    finally:
-        for now, before in contents.values():
-            # in the order that it had
-            after = {**now, name: before[name]}
-            now.clear()
-            now.update({key: after.pop(key) for key in before if key in after} | after)
-
-
 def ambient_state() -> tuple[Any, ...]:
     """Return what decides, beside its arguments, what a layer computes and records: modes of
     gradients, autocast, attention kernels, hooks on saved tensors, and modes of dispatch.

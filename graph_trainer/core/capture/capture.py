@@ -77,8 +77,8 @@ def capture(
             `model.eval()` first where that is meant: a graph keeps the mode it was captured in.
         meta_as: the device that replaces meta: ops are chosen as on that device.
         full_capture: whether all layers are traced. If not, and the model has a stack of more than
-            three layers of one kind, three are traced and the others are copies of their nodes:
-            what layers do must then be seen in their attributes, hooks and arguments. None
+            four layers of one kind, four are traced and the others are copies of their nodes:
+            what layers do must then be seen in their attributes and arguments. None
             trusts torchtitan and transformers as they are installed, and traces all layers of what
             is code of the user's own.
 
@@ -114,13 +114,13 @@ def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
     users_own = _users_own(step.model, step.loss_fn)
     why: object = f"a module, a hook or the loss is code of your own, in {users_own}"
     if full_capture is None and not users_own or full_capture is False:
-        why = "no layer, or sequence of layers, is repeated four times"
-        repetition = repetition_in(step.model, state.tensors)
-        if repetition is not None:
-            try:
+        why = "no layer, or sequence of layers, is repeated five times"
+        try:
+            repetition = repetition_in(step.model, state.tensors)
+            if repetition is not None:
                 return _captured(step, state, bool(users_own), repetition)
-            except Exception as error:  # of any kind: layers may not expect to be looked into
-                why = error
+        except Exception as error:  # of any kind: layers may not expect to be looked into
+            why = error
     if not full_capture:
         logger.info("Tracing all layers: %s", why)
     return _captured(step, state, bool(users_own), None)
