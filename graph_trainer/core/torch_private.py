@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -131,40 +130,6 @@ def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None
     the context raises what it raises.
     """
     return getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)()
-
-
-@contextlib.contextmanager
-def fused_layers_as_in_eager() -> Iterator[None]:
-    """Let transformer layers without gradients take their fused kernels while they are traced.
-
-    torch.nn's encoder layers and attention have kernels for inference that sum in another order.
-    They leave them out where a torch function mode or make_fx is at work, which a trace has and
-    the step itself has not.
-    """
-    overrides: Any = torch.overrides
-    attention: Any = nn.modules.activation
-    callers = (attention.__name__, nn.modules.transformer.__name__)
-    original = overrides.has_torch_function
-
-    def has_torch_function(tensors: Any) -> bool:
-        if sys._getframe(1).f_globals.get("__name__") not in callers:
-            return bool(original(tensors))
-        plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
-        return any(type(tensor).__torch_function__ not in plain for tensor in tensors)
-
-    not_tracing = patch.object(attention, "_is_make_fx_tracing", lambda: False)
-    with patch.object(overrides, "has_torch_function", has_torch_function), not_tracing:
-        yield
-
-
-def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
-    """Return the modules of encoder layers without forward hooks: such a layer runs its fused
-    kernel where no module in it has one of its own."""
-    layers = [
-        list(m.modules()) for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)
-    ]
-    hooked = (any(m._forward_hooks or m._forward_pre_hooks for m in inner) for inner in layers)
-    return {m for inner, has in zip(layers, hooked, strict=True) if not has for m in inner}
 
 
 def has_registered_effect(target: Any) -> bool:
@@ -313,33 +278,6 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         contents.update(before)
 
 
-@contextlib.contextmanager
-def reads_seen(
-    kind: type, name: str, modules: Iterable[nn.Module], see: Callable[[nn.Module, str], None]
-) -> Iterator[None]:
-    """Inside, call `see(module, name)` before an attribute of a class is read of some modules. It
-    is out of their dicts for as long: who looks there does not find it."""
-    contents = {id(m): (vars(m), vars(m).copy()) for m in modules if type(m) is kind}
-
-    def read(module: nn.Module) -> Any:
-        see(module, name)
-        if id(module) not in contents:
-            raise AttributeError(name)
-        return contents[id(module)][1][name]
-
-    for now, _ in contents.values():
-        del now[name]
-    try:
-        with patch.object(kind, name, property(read), create=True):
-            yield
-    finally:
-        for now, before in contents.values():
-            # in the order that it had
-            after = {**now, name: before[name]}
-            now.clear()
-            now.update({key: after.pop(key) for key in before if key in after} | after)
-
-
 def ambient_state() -> tuple[Any, ...]:
     """Return what decides, beside its arguments, what a layer computes and records: modes of
     gradients, autocast, attention kernels, hooks on saved tensors, and modes of dispatch.
@@ -445,11 +383,3 @@ def fsspec_reader() -> type[FileSystemReader]:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader
-
-
-def queued_seeds_of_cuda() -> list[Any]:
-    """Return the calls that are to seed CUDA once it is initialized: two such lists are equal where
-    nothing has seeded it in between."""
-    from torch.cuda import _lazy_seed_tracker
-
-    return list(_lazy_seed_tracker.get_calls())

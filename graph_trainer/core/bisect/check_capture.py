@@ -114,8 +114,6 @@ def check_capture(
         hint = f"The first op whose result the graph has nowhere: {where}. " if where else ""
         if all(each.name.startswith("attribute") for each in differences):
             hint = "A captured step sets no attributes: attributes=False leaves them out. "
-        if rounding := [why for joint in captured.joint_graphs() for why in joint.rounding]:
-            hint += f"The graph says that it is equal up to rounding: {'; '.join(rounding)}. "
         raise VerificationError(
             f"rank {rank}, step {first + 1}: the captured step differs from the model itself: "
             f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}. {hint}"

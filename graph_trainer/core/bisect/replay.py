@@ -12,7 +12,7 @@ from torch import nn
 from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.python_state import PythonState
-from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.capture.trace import LossFn, without_fused_layers
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
@@ -53,11 +53,12 @@ class StartingPoint:
 def eager_step(
     model: nn.Module, loss_fn: LossFn, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, Gradients]:
-    """Take a step of the model itself, without a graph."""
+    """Take a step of the model itself, without a graph and with the kernels of a captured step."""
     for parameter in model.parameters():
         parameter.grad = None
-    loss = loss_fn(model, *args, **kwargs)
-    loss.backward()
+    with without_fused_layers():
+        loss = loss_fn(model, *args, **kwargs)
+        loss.backward()
     return loss, gradients_of(model)
 
 

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from graph_trainer.core.capture.exchanged_counts import trace_counts
 from graph_trainer.core.capture.extend import extend
+from graph_trainer.core.capture.fake_mode import fake_mode
 from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.capture.model_state import (
     ModelState,
@@ -28,13 +29,8 @@ from graph_trainer.core.capture.model_state import (
 )
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
-from graph_trainer.core.capture.real_strides import fakes_as_real
 from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
-from graph_trainer.core.capture.rng_replay import (
-    UserGenerators,
-    refuse_draws_of_python,
-    refuse_seeds_of_cuda,
-)
+from graph_trainer.core.capture.rng_replay import refuse_draws_of_python
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_reviewed_file, refuse_leftovers
 from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
@@ -81,8 +77,8 @@ def capture(
             `model.eval()` first where that is meant: a graph keeps the mode it was captured in.
         meta_as: the device that replaces meta: ops are chosen as on that device.
         full_capture: whether all layers are traced. If not, and the model has a stack of more than
-            three layers of one kind, three are traced and the others are copies of their nodes:
-            what layers do must then be seen in their attributes, hooks and arguments. None
+            four layers of one kind, four are traced and the others are copies of their nodes:
+            what layers do must then be seen in their attributes and arguments. None
             trusts torchtitan and transformers as they are installed, and traces all layers of what
             is code of the user's own.
 
@@ -91,8 +87,7 @@ def capture(
         gradient of every parameter that requires one and that the loss reaches (none without
         `backward`). Gradients of batch tensors are not returned.
 
-    Runs on fake tensors: no tensor storage is allocated and no collective runs, nor a kernel, but
-    for a few elements where the strides of its result are not certain (`real_strides`). A
+    Runs on fake tensors: no tensor storage is allocated, no kernel and no collective runs. A
     model that asks whether its tensors are fake and then computes otherwise (transformers
     does where it would look into a mask) is captured as it computes with fake ones.
 
@@ -119,13 +114,13 @@ def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
     users_own = _users_own(step.model, step.loss_fn)
     why: object = f"a module, a hook or the loss is code of your own, in {users_own}"
     if full_capture is None and not users_own or full_capture is False:
-        why = "no layer, or sequence of layers, is repeated four times"
-        repetition = repetition_in(step.model, state.tensors)
-        if repetition is not None:
-            try:
+        why = "no layer, or sequence of layers, is repeated five times"
+        try:
+            repetition = repetition_in(step.model, state.tensors)
+            if repetition is not None:
                 return _captured(step, state, bool(users_own), repetition)
-            except Exception as error:  # of any kind: layers may not expect to be looked into
-                why = error
+        except Exception as error:  # of any kind: layers may not expect to be looked into
+            why = error
     if not full_capture:
         logger.info("Tracing all layers: %s", why)
     return _captured(step, state, bool(users_own), None)
@@ -173,7 +168,7 @@ def _captured(
     for spec, tensor in zip(of_batch, batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
-    mode = fakes_as_real()
+    mode = fake_mode()
     # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call
     # may pass two tensors.
     real = _parts([*traced_state.tensors, *batch_tensors])
@@ -205,23 +200,18 @@ def _captured(
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
         inputs = [*traced_state.inputs, *of_batch]
-        trace = StepTrace(step, inputs, traced_state, left_out, batch, generators)
+        trace = StepTrace(step, inputs, traced_state, left_out, batch)
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(list(map(fake_of, real)), mode)
         made.extend(trace.made)
         return graph_module, trace
 
-    with (
-        refuse_seeds_of_cuda(),
-        PythonState(model, loss_fn, *hooks_of(model.modules())) as python,
-        UserGenerators() as generators,
-    ):
+    with PythonState(model, loss_fn, *hooks_of(model.modules())) as python:
         graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state, trace.apart)
         changes = python.changes()
-        if changes or generators.seen or users_own:
-            generators.second_trace()
+        if changes or users_own:
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
         else:
             python.keep_as_it_is()
@@ -232,8 +222,8 @@ def _captured(
         for spec, nodes in with_parts(trace.inputs, graph.find_nodes(op="placeholder"))
     ]
     if repetition is not None:
-        if changes or generators.seen:
-            raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
+        if changes:
+            raise NotRepeated(f"forward changes {', '.join(changes)}")
         graph_module = extend(graph_module, trace, repetition, state, fake_of_left_out)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs: 'layers_0_wo_weight', not 'arg0_17'
@@ -245,7 +235,6 @@ def _captured(
     outputs, without_grad = tuple(trace.outputs), tuple(trace.without_grad)
     signature = Signature(tuple(trace.inputs), outputs, without_grad, backward)
     refuse_shared_memory(signature.inputs, _parts([*state.tensors, *batch_tensors]))
-    rounding = tuple(trace.rounding)
     del trace
     refuse_leftovers(made)
     graph_module.recompile()
@@ -256,7 +245,6 @@ def _captured(
         type(model).__name__,
         weakref.ref(model),
         settings.without(changes),
-        rounding=rounding,
     )
     find_fsdp_roles(joint)
     tag_offload_regions(joint)

@@ -33,6 +33,7 @@ from graph_trainer.errors import CaptureError
 
 aten = torch.ops.aten
 
+
 _COPIES = (aten._to_copy.default, aten.clone.default)
 
 

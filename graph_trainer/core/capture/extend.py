@@ -1,15 +1,15 @@
-"""Extend the graph of a step in which only three periods of alike layers were traced to all."""
+"""Extend the graph of a step in which only four periods of alike layers were traced to all."""
 
 # The idea: the nodes of a period stand together, once in forward and, in reverse order of the
 # periods, once in backward. The second period is the pattern. What one of its nodes reads is of the
-# same period, of a neighbour, of the period's own inputs, or common to all. The first and the last
-# period must be this pattern too, shifted. Then the graph is written anew, with a copy of the
-# pattern for each period that was left out: after the second in forward, before it in backward.
+# same period, of a neighbour, of the period's own inputs, or common to all. The other traced
+# periods must be this pattern too, shifted. Then the graph is written anew, with a copy of the
+# pattern for each period that was left out: in forward after the traced one before it, in backward
+# before that.
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ from graph_trainer.core.graph.snapshot import node_like
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import LazyGraphModule, pytree, value_of_copy
 
-FIRST, SECOND, LAST = range(3)
+FIRST, SECOND, MIDDLE, LAST = range(4)
 """The periods that were traced."""
 
 _Place = tuple[str, int, int]
@@ -56,8 +56,8 @@ def extend(
 
     Args:
         graph_module: of a step in which `repetition` skipped layers.
-        trace: made it. Its lists of inputs, of outputs, of parameters without a gradient and of
-            remarks on rounding are completed.
+        trace: made it. Its lists of inputs, of outputs and of parameters without a gradient are
+            completed.
         state: of the model, with the tensors of layers that were left out.
         fake_of: makes the fake tensor, in the trace, of a plain one.
 
@@ -125,7 +125,8 @@ class _Extension:
         self._graph = graph
         self._trace = trace
         self._run = repetition
-        self._last = repetition.periods - 1
+        self._numbers = repetition.traced
+        """Of the traced periods, among all."""
         self._inputs: list[dict[fx.Node, fx.Node]] = []
         """By period, from each placeholder of the pattern to its own."""
         self._names: list[dict[str, str]] = []
@@ -146,17 +147,17 @@ class _Extension:
         """From the results of layers that were left out to those of the second period."""
         phases = (Phase.FORWARD.value, Phase.BACKWARD.value)
         self._nodes: dict[tuple[str, int], list[fx.Node]] = {
-            (phase, period): [] for phase in phases for period in (FIRST, SECOND, LAST)
+            (phase, period): [] for phase in phases for period in range(len(self._numbers))
         }
         """By phase and traced period."""
         self._find_periods()
 
     def _find_periods(self) -> None:
-        periods: dict[str, int | None] = {}
-        for place, name in enumerate(self._run.names):
-            number = place // self._run.period
-            whole = LAST if number == self._last else number
-            periods[name] = whole if self._run.is_traced(place) else None
+        traced = {number: period for period, number in enumerate(self._numbers)}
+        periods = {
+            name: traced.get(place // self._run.period)
+            for place, name in enumerate(self._run.names)
+        }
         stack, _, _ = self._run.names[0].rpartition(".")
         depth = len(stack) + 1 if stack else 0
         begins = f"{stack}." if stack else ""
@@ -180,15 +181,15 @@ class _Extension:
             if runs[-1] != key:
                 runs.append(key)
         # the nodes of a period stand together, next to those of the next, and nothing between
-        forward = [(Phase.FORWARD.value, period) for period in (FIRST, SECOND, LAST)]
-        backward = [(Phase.BACKWARD.value, period) for period in (LAST, SECOND, FIRST)]
+        forward = [(Phase.FORWARD.value, period) for period in traced.values()]
+        backward = [(Phase.BACKWARD.value, period) for period in reversed(traced.values())]
         if runs not in ([None, *forward, None], [None, *forward, None, *backward, None]):
             raise NotRepeated("other ops stand between those of its layers")
 
     # --- the pattern -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that the first and the last period are the second one shifted."""
+        """Check that the other traced periods are the second one shifted."""
         for (phase, period), nodes in self._nodes.items():
             pattern = self._nodes[phase, SECOND]
             if len(nodes) != len(pattern):
@@ -205,7 +206,9 @@ class _Extension:
         for node in self._graph.nodes:
             is_outside = self._period_of(node) is None and node.op != "output"
             for source in () if node in self._alias_of else self._reads(node):
-                of_pattern = self._period_of(source) == SECOND or source in self._own
+                # of the middle one, which stands for others too
+                stands_for_others = self._period_of(source) in (SECOND, MIDDLE)
+                of_pattern = stands_for_others or source in self._own
                 if of_pattern and is_outside:
                     raise NotRepeated(
                         f"{node.name} ({node.target}), which is of no layer, reads {source.name} "
@@ -221,29 +224,29 @@ class _Extension:
         return [self._alias_of.get(each, each) for each in read]
 
     def _is_alike(self, node: fx.Node, its: fx.Node, period: int) -> bool:
-        whole = 0 if period == FIRST else self._last
+        number = self._numbers[period]
         reads, its_reads = self._reads(node), self._reads(its)
         return (
             node.op == its.op
             and node.target == its.target
             and len(reads) == len(its_reads)
             and _constants(node) == _constants(its)
-            and renamed_annotations(node, self._names[whole]) == annotations_of(its)
+            and renamed_annotations(node, self._names[number]) == annotations_of(its)
             and _described(node) == _described(its)
             and all(
-                self._reads_alike(a, b, period, whole)
+                self._reads_alike(a, b, period, number)
                 for a, b in zip(reads, its_reads, strict=True)
             )
         )
 
-    def _reads_alike(self, read: fx.Node, its: fx.Node, period: int, whole: int) -> bool:
+    def _reads_alike(self, read: fx.Node, its: fx.Node, period: int, number: int) -> bool:
         """Tell whether a node of a period reads what the pattern reads, `read`, shifted."""
         place = self._place_of.get(read)
         if place is None:
-            return self._inputs[whole].get(read, read) is its
+            return self._inputs[number].get(read, read) is its
         phase, of_period, position = place
         shifted = of_period + period - SECOND
-        if shifted in (FIRST, SECOND, LAST):
+        if 0 <= shifted < len(self._numbers):
             return self._place_of.get(its) == (phase, shifted, position)
         return its not in self._place_of  # what is before the first layer, or after the last
 
@@ -260,22 +263,22 @@ class _Extension:
         """By period, from the expressions of sizes in the pattern to its own sizes."""
         names = _Names(self._nodes)
 
-        def read_by(period: int | None) -> Callable[[fx.Node], fx.Node]:
+        def read_by(number: int, traced_as: int) -> Callable[[fx.Node], fx.Node]:
+            """Find what a node of a period reads that stands for what a traced node reads."""
+
             def read(node: fx.Node) -> fx.Node:
                 node = self._alias_of.get(node, node)
-                # -1 where it is of no period: an input, or an op beside the layers
-                phase, of_period, position = self._place_of.get(node, ("", -1, 0))
-                if period == self._last and of_period == SECOND:  # its neighbour was left out
-                    return copies[phase, period - 1, position]
-                if period is None or period in (0, self._last):
-                    return made[node]
-                if of_period == -1:
-                    return made[self._inputs[period].get(node, node)]
-                return copies[phase, period + of_period - SECOND, position]
+                if node not in self._place_of:  # an input, or an op beside the layers
+                    return made[self._inputs[number].get(node, node)]
+                phase, period, position = self._place_of[node]
+                return copies[phase, number + period - traced_as, position]
 
             return read
 
-        def copy_pattern(phase: str, periods: Sequence[int]) -> None:
+        def read_outside(node: fx.Node) -> fx.Node:
+            return made[self._alias_of.get(node, node)]
+
+        def copy_pattern(phase: str, traced_as: int, periods: Sequence[int]) -> None:
             pattern = self._nodes[phase, SECOND]
             # what all copies have in common is looked up once
             from_outside = {each for node in pattern for each in node.all_input_nodes}
@@ -284,9 +287,10 @@ class _Extension:
             samples = dict(zip(annotated, pattern, strict=True))
             values = [pytree.tree_flatten(value_of(node)) for node in pattern]
             of_data = [any(map(depends_on_data, leaves)) for leaves, _ in values]
-            copied_names = names.of_copies(phase, len(periods))
+            copied_names = names.of_copies(phase, traced_as, len(periods))
             for period, node_names in zip(periods, copied_names, strict=True):
-                reads = dict(zip(from_outside, map(read_by(period), from_outside), strict=True))
+                read = read_by(period, SECOND)
+                reads = dict(zip(from_outside, map(read, from_outside), strict=True))
                 layers = self._names[period]
                 renamed = {key: renamed_annotations(n, layers) for key, n in samples.items()}
                 for position, node in enumerate(pattern):
@@ -300,26 +304,35 @@ class _Extension:
                             new.meta.pop(stale, None)
                     reads[node] = copies[phase, period, position] = new
 
-        between = range(2, self._last)
-        second_backward = next(iter(self._nodes[Phase.BACKWARD.value, SECOND]), None)
-        second_forward = self._nodes[Phase.FORWARD.value, SECOND][-1]
+        forward, backward = Phase.FORWARD.value, Phase.BACKWARD.value
+        # the periods after the second and after the middle one, by the node next to which they go
+        after: dict[fx.Node, tuple[int, range]] = {}
+        before: dict[fx.Node, tuple[int, range]] = {}
+        for period in (SECOND, MIDDLE):
+            between = range(self._numbers[period] + 1, self._numbers[period + 1])
+            after[self._nodes[forward, period][-1]] = period, between
+            if self._nodes[backward, period]:
+                before[self._nodes[backward, period][0]] = period, between[::-1]
         for node in self._graph.nodes:
             if node in self._alias_of:
                 names.leave_out(node)
                 continue
-            if node is second_backward:
-                copy_pattern(Phase.BACKWARD.value, between[::-1])
+            if node in before:
+                copy_pattern(backward, *before[node])
             if node.op == "output":
                 graph.output(self._outputs(made, copies)).meta.update(node.meta)
                 continue
             place = self._place_of.get(node)
-            period = None if place is None else (0, 1, self._last)[place[1]]
-            made[node] = node_like(graph, node, read_by(period), names.of(node))
+            if place is None:
+                made[node] = node_like(graph, node, read_outside, names.of(node))
+            else:
+                phase, period, position = place
+                number = self._numbers[period]
+                made[node] = node_like(graph, node, read_by(number, period), names.of(node))
+                copies[phase, number, position] = made[node]
             made[node].meta.update(node.meta)
-            if place is not None:
-                copies[place[0], period, place[2]] = made[node]  # type: ignore[index]
-            if node is second_forward:
-                copy_pattern(Phase.FORWARD.value, between)
+            if node in after:
+                copy_pattern(forward, *after[node])
         return graph
 
     def _outputs(
@@ -341,7 +354,7 @@ class _Extension:
         taken = with_parts(trace.inputs, self._graph.find_nodes(op="placeholder"))
         spec_of = {nodes[0]: spec for spec, nodes in taken}
         of_layer: dict[str, tuple[int, str]] = {}
-        for period in range(1, self._last):
+        for period in range(1, self._numbers[LAST]):
             for sample in self._own & spec_of.keys():
                 own = self._inputs[period].get(sample, sample)
                 of_layer[spec_of[own].name] = period, spec_of[sample].name
@@ -363,12 +376,6 @@ class _Extension:
                 its = made[node] if period == -1 else copies[phase, period, position]
                 returned.append(its)
         trace.outputs, trace.without_grad = outputs, without_grad
-        texts = set(trace.rounding)
-        for names in self._names[2:-1]:
-            for layer, own_name in names.items():
-                begins = re.compile(rf"(?<=module '){re.escape(layer)}(?=['.])")
-                texts.update(begins.sub(own_name, text) for text in trace.rounding)
-        trace.rounding = sorted(texts)
         return tuple(returned)
 
 
@@ -384,7 +391,7 @@ class _Names:
         self._steps: dict[str, dict[str, int]] = {}
         """By phase and op, the difference of numbers from one period to the next."""
         self._moved: dict[str, int] = defaultdict(int)
-        for phase, before in ((Phase.FORWARD.value, FIRST), (Phase.BACKWARD.value, LAST)):
+        for phase, before in ((Phase.FORWARD.value, FIRST), (Phase.BACKWARD.value, MIDDLE)):
             steps = self._steps[phase] = {}
             for one, next_one in zip(nodes[phase, before], nodes[phase, SECOND], strict=True):
                 op, number = _numbered(one.name)
@@ -399,12 +406,12 @@ class _Names:
         """Give the number of a node that is not written to the next one of its op."""
         self._moved[_numbered(node.name)[0]] -= 1
 
-    def of_copies(self, phase: str, count: int) -> list[list[str]]:
-        """Return the names of the nodes of so many copies of the pattern, in the order in which
-        these are written, and move the numbers of all that follows."""
-        numbered = [_numbered(node.name) for node in self._nodes[phase, SECOND]]
+    def of_copies(self, phase: str, period: int, count: int) -> list[list[str]]:
+        """Return the names of the nodes of so many copies beside a traced period, in the order in
+        which these are written, and move the numbers of all that follows."""
+        numbered = [_numbered(node.name) for node in self._nodes[phase, period]]
         steps = self._steps[phase]
-        # in forward the pattern stands before its copies, in backward after them
+        # in forward the traced period stands before the copies, in backward after them
         first = 1 if phase == Phase.FORWARD.value else 0
         copies = [
             [_name(op, n + self._moved[op] + periods * steps[op]) for op, n in numbered]

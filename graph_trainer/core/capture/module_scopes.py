@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graph_trainer.core.capture.eager_formulas import KEY, mark_of, rounding_of
 from graph_trainer.core.graph.annotations import Phase, annotation
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     autograd_sequence_number,
     current_sequence_number,
-    modules_that_look_for_hooks,
 )
 from graph_trainer.errors import CaptureError
 
@@ -41,22 +38,17 @@ class Scopes:
         self._module = LOSS_MODULE
         self._failed: str | None = None
         self._stack: list[tuple[str, dict[str, Any]]] = []
-        self.rounding: list[str] = []
-        """Why gradients are eager's up to rounding only, by the autograd nodes that ran."""
 
     @contextlib.contextmanager
     def trace(self, model: nn.Module) -> Iterator[None]:
         """Annotate everything that runs inside; hooks are gone from `model` afterwards."""
         with preserve_node_meta(), contextlib.ExitStack() as hooks:
             names = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
-            unseen = modules_that_look_for_hooks(model)
-            for module in names.keys() - unseen:
-                enter = functools.partial(self._enter, names[module])
-                leave = functools.partial(self._leave, names[module])
+            for module, name in names.items():
+                enter = functools.partial(self._enter, name)
+                leave = functools.partial(self._leave, name)
                 hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-            if unseen:
-                self._hook_unseen({module: names[module] for module in unseen}, hooks)
             self._write(annotation(phase=Phase.LOSS, module=LOSS_MODULE))
             self._remember(LOSS_MODULE)
             yield
@@ -81,20 +73,6 @@ class Scopes:
         """Return the FQN of the innermost module whose forward raised, else of the running one."""
         return self._module if self._failed is None else self._failed
 
-    def _hook_unseen(self, names: dict[nn.Module, str], hooks: contextlib.ExitStack) -> None:
-        """Hook modules that choose other kernels where they find a hook of their own."""
-
-        def enter(module: nn.Module, _: Any) -> None:
-            if module in names:
-                self._enter(names[module])
-
-        def leave(module: nn.Module, _: Any, output: Any) -> None:
-            if module in names:
-                self._leave(names[module], output)
-
-        hooks.enter_context(register_module_forward_pre_hook(enter))
-        hooks.enter_context(register_module_forward_hook(leave, always_call=True))
-
     def _enter(self, fqn: str, *_: Any) -> None:
         self._failed = None  # an earlier exception was caught by the model
         custom = dict(get_current_meta().get("custom", {}))
@@ -117,13 +95,9 @@ class Scopes:
         position = bisect.bisect_right(self._starts, autograd_sequence_number(node)) - 1
         module = self._modules[max(position, 0)]
 
-        def enter(gradients: tuple[Any, ...]) -> None:
+        def enter(_: tuple[Any, ...]) -> None:
             self._module, self._failed = module, None
-            meta = get_current_meta()
-            meta["custom"] = {k: v for k, v in meta.get("custom", {}).items() if k != KEY}
-            self._write(annotation(phase=Phase.BACKWARD, module=module) | mark_of(node, gradients))
-            if (why := rounding_of(node, gradients)) is not None:
-                self.rounding.append(f"{why} (module '{module}')")
+            self._write(annotation(phase=Phase.BACKWARD, module=module))
 
         return enter
 

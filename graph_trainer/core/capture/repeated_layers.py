@@ -1,9 +1,10 @@
-"""Layers of a model that are alike: three of them are traced, and the graph is extended.
+"""Layers of a model that are alike: four of them are traced, and the graph is extended.
 
 A stack of layers (a ModuleList, ModuleDict or Sequential) often repeats one layer, or a short
-sequence of different ones: a period. The first two periods of a run and the last are traced. While
-the model calls those in between, they return aliases of what the second has returned, and compute
-nothing. `extend` then inserts into the graph what they would have computed.
+sequence of different ones: a period. The first two periods of a run, one in the middle and the last
+are traced. While the model calls the others, they return aliases of what the traced period before
+them has returned, and compute nothing. `extend` then inserts into the graph what they would have
+computed, and checks that the traced periods are one pattern.
 """
 
 from __future__ import annotations
@@ -12,35 +13,28 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta
 
-from graph_trainer.core.capture.alike import (
-    ATOMS,
-    Alike,
-    Attribute,
-    Tensors,
-    compare,
-    is_compared_by_torch,
-)
 from graph_trainer.core.graph.annotations import Phase
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.torch_private import (
-    ambient_state,
-    forward_replaced,
-    hooks_of,
-    modules_that_look_for_hooks,
-    pytree,
-    reads_seen,
-    tensor_hooks,
-    without_torch_functions,
-)
+from graph_trainer.core.torch_private import forward_replaced, hooks_of, pytree, tensor_dicts
 from graph_trainer.errors import CaptureError
 
-TRACED_PERIODS = 3
+Tensors = dict[int, torch.Tensor]
+
+TRACED_PERIODS = 4
+
+_ATOMS = {type(None), bool, int, float, complex, str, bytes}
+_NO_EQ: Any = object.__eq__
+_INITIAL = "_param_init"
+"""Where torchtitan's modules keep how to draw their initial values, which no step reads. The scale
+of these depends on a layer's depth."""
 
 
 class NotRepeated(CaptureError):
@@ -57,21 +51,24 @@ class Repetition:
     period: int
     counterparts: list[Tensors] = field(repr=False)
     """By layer: by id of each tensor of its sample, its own."""
-    positions: set[Attribute]
-    """Where layers have their numbers, which the step must not read."""
 
     @property
     def periods(self) -> int:
-        """How many times the period is repeated, at least four."""
+        """How many times the period is repeated, at least five."""
         return len(self.layers) // self.period
+
+    @property
+    def traced(self) -> tuple[int, ...]:
+        """The numbers of the periods that are traced, of which the second is the pattern."""
+        return 0, 1, self.periods // 2, self.periods - 1
 
     def sample(self, place: int) -> int:
         """Return the place of the layer in the second period that a layer is like."""
         return self.period + place % self.period
 
     def is_traced(self, place: int) -> bool:
-        """Tell whether a layer is traced: one of the first two periods, or of the last."""
-        return place // self.period in (0, 1, self.periods - 1)
+        """Tell whether a layer is of a traced period."""
+        return place // self.period in self.traced
 
     def left_out(self) -> set[int]:
         """Return the ids of the tensors of layers that are not traced."""
@@ -91,32 +88,27 @@ class Repetition:
                 once and in order, or it gives a layer something else than its sample.
         """
         calls = _Calls(self)
-        modules = {module for layer in self.layers for module in layer.modules()}
         with contextlib.ExitStack() as stack:
             for place, layer in enumerate(self.layers):
                 if self.is_traced(place):
                     enter = functools.partial(calls.enter, place)
                     leave = functools.partial(calls.leave, place)
-                    # hooks of the layer's own run between these two
                     before = layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                     stack.callback(before.remove)
                     stack.callback(layer.register_forward_hook(leave).remove)
                 else:
                     skip = functools.partial(calls.skip, place)
                     stack.enter_context(forward_replaced(layer, skip))
-            for kind, name in self.positions:
-                stack.enter_context(reads_seen(kind, name, modules, calls.see_position_read))
             yield
         calls.check_complete()
 
 
 @dataclass(slots=True)
 class _Call:
-    """What a layer was given, in which modes, and has returned."""
+    """What a layer was called with, and has returned."""
 
-    given: list[Any]
+    arguments: list[Any]
     structure: Any
-    ambient: tuple[Any, ...]
     output: list[Any] = field(default_factory=list)
     of_output: Any = None
     """The structure of the output."""
@@ -128,26 +120,17 @@ class _Calls:
     def __init__(self, repetition: Repetition) -> None:
         self._run = repetition
         self._done: list[_Call] = []
-        self._tensors: list[list[int]] = []
-        """By layer the ids of its parameters and buffers when forward begins."""
         self._failure = ""
 
     def enter(self, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Note and check a call before it runs."""
         if _in_backward():
             return  # a checkpointed layer that is recomputed
-        run, name = self._run, self._run.names[place]
-        self._tensors = self._tensors or list(map(_ids_in, run.layers))
-        if self._tensors[place] != _ids_in(run.layers[place]):  # by torch.func.functional_call
-            self._refuse(f"'{name}' runs with other parameters or buffers than its own")
         if place != len(self._done):
-            self._refuse(f"forward does not call '{name}' once and in order")
-        call = _Call(*pytree.tree_flatten((args, kwargs)), _ambient(layer))
-        for each in call.given:
-            if not isinstance(each, torch.Tensor) and not _is_constant(each):
-                self._refuse(f"'{name}' is given a {type(each).__name__}, which it may change")
-        if place >= 2 * run.period:
-            self._check_given(place, call)
+            self._refuse(f"forward does not call '{self._run.names[place]}' once and in order")
+        call = _Call(*pytree.tree_flatten((args, kwargs)))
+        if place >= 2 * self._run.period:
+            self._check_arguments(place, call)
         self._done.append(call)
 
     def leave(self, place: int, layer: nn.Module, args: Any, output: Any) -> None:
@@ -157,21 +140,20 @@ class _Calls:
             call.output, call.of_output = pytree.tree_flatten(output)
 
     def skip(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Return aliases of what the sample has returned: each layer's results are objects of its
-        own, by which the next layer is seen to be given these and no others."""
+        """Return aliases of what the traced period before has returned: each layer's results are
+        objects of its own, by which the next layer is seen to get these and no others."""
+        run = self._run
         if _in_backward():
-            self._refuse(f"'{self._run.names[place]}' runs again in backward")
-        self.enter(place, self._run.layers[place], args, kwargs)
-        call, sample = self._done[place], self._done[self._run.sample(place)]
-        for each in sample.output:
-            is_tensor = isinstance(each, torch.Tensor)
-            call.output.append(torch.ops.aten.alias.default(each) if is_tensor else each)
-        call.of_output = sample.of_output
+            self._refuse(f"'{run.names[place]}' runs again in backward")
+        self.enter(place, run.layers[place], args, kwargs)
+        period, position = divmod(place, run.period)
+        traced = max(number for number in run.traced if number < period)
+        call, before = self._done[place], self._done[traced * run.period + position]
+        for value in before.output:
+            is_tensor = isinstance(value, torch.Tensor)
+            call.output.append(torch.ops.aten.alias.default(value) if is_tensor else value)
+        call.of_output = before.of_output
         return pytree.tree_unflatten(call.output, call.of_output)
-
-    def see_position_read(self, module: nn.Module, name: str) -> None:
-        """Refuse that a layer's number is read."""
-        self._refuse(f"forward reads '{name}' of a {type(module).__name__}, its layer's number")
 
     def check_complete(self) -> None:
         """Refuse a trace in which a layer was not called, or whose refusal the model caught."""
@@ -182,8 +164,8 @@ class _Calls:
         if self._failure:
             raise NotRepeated(self._failure)
 
-    def _check_given(self, place: int, call: _Call) -> None:
-        """Check that a layer is given what its sample is, but for the results of layers: those of
+    def _check_arguments(self, place: int, call: _Call) -> None:
+        """Check that a layer gets what its sample gets, but for the results of layers: those of
         the period before instead of the first, and those of its own period."""
         run = self._run
         begin, of_sample = place - place % run.period, run.sample(place)
@@ -196,19 +178,12 @@ class _Calls:
             if first.of_output != second.of_output:
                 self._refuse(f"'{run.names[other]}' returns something else than '{run.names[one]}'")
             pairs = zip(first.output, second.output, strict=True)
-            tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor)]
-            carried.update({id(a): b for a, b in tensors})
-            if any(_marks(a) != _marks(b) for a, b in tensors):
-                self._refuse(
-                    f"what '{run.names[other]}' returns has other hooks or attributes than what "
-                    f"'{run.names[one]}' does"
-                )
-        wanted = [carried.get(id(each), each) for each in sample.given]
-        name, like = run.names[place], run.names[of_sample]
-        if call.structure != sample.structure or not all(map(_is_same, call.given, wanted)):
-            self._refuse(f"'{name}' is given something else than '{like}'")
-        if call.ambient != sample.ambient:
-            self._refuse(f"'{name}' runs in other modes or with other hooks than '{like}'")
+            carried.update({id(a): b for a, b in pairs if isinstance(a, torch.Tensor)})
+        wanted = [carried.get(id(value), value) for value in sample.arguments]
+        is_same = call.structure == sample.structure and all(map(_is_same, call.arguments, wanted))
+        if not is_same:
+            name, like = run.names[place], run.names[of_sample]
+            self._refuse(f"the arguments of '{name}' are others than those of '{like}'")
 
     def _refuse(self, why: str) -> None:
         self._failure = self._failure or why
@@ -223,7 +198,6 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
         tensors: its parameters and buffers, which are inputs of the step.
     """
     inputs = {id(tensor): tensor for tensor in tensors}
-    unseen = modules_that_look_for_hooks(model)  # traced, a hook of ours would change their kernels
     best, most = None, 0
     for fqn, module in model.named_modules():
         is_stack = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
@@ -234,7 +208,7 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
             continue
         layers = {clean_fqn(f"{fqn}.{key}".strip(".")): m for key, m in module.named_children()}
         run = _longest_run(layers, inputs)
-        if run is not None and unseen.isdisjoint(run.layers):
+        if run is not None:
             skipped = [m for place, m in enumerate(run.layers) if not run.is_traced(place)]
             left_out = sum(1 for layer in skipped for _ in layer.modules())
             if left_out > most:
@@ -248,7 +222,7 @@ def _longest_run(
     names, layers = list(stack), list(stack.values())
     # the kind of each layer is the place of the first one that it is like
     kinds: list[int] = []
-    of_kind: list[Alike] = []  # from what that first one has
+    of_kind: list[Tensors] = []  # from what that first one has
     for place, (name, layer) in enumerate(stack.items()):
         for kind in (*dict.fromkeys(kinds), place):
             alike = compare(layers[kind], layer, (names[kind], name), inputs)
@@ -264,7 +238,7 @@ def _longest_run(
     pairs_of_run: list[Tensors] = []
     for place in range(start, stop):
         sample = start + period + (place - start) % period
-        own, its = of_kind[place].tensors, of_kind[sample].tensors
+        own, its = of_kind[place], of_kind[sample]
         pairs_of_run.append({id(its[key]): own[key] for key in own})
     # a tensor is of one layer or of all: gradients of some would be summed
     owned: set[int] = set()
@@ -275,8 +249,7 @@ def _longest_run(
             if len(ids) > 1 and (len(ids) < len(like) or not owned.isdisjoint(ids)):
                 return None
             owned |= ids if len(ids) > 1 else set()
-    positions = set().union(*(alike.positions for alike in of_kind[start:stop]))
-    return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run, positions)
+    return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run)
 
 
 def _most_repeated(kinds: list[int]) -> tuple[int, int, int]:
@@ -299,36 +272,97 @@ def _in_backward() -> bool:
     return (get_current_meta().get("custom") or {}).get("phase") == Phase.BACKWARD.value
 
 
-def _ids_in(layer: nn.Module) -> list[int]:
-    return [id(tensor) for tensor in (*layer.parameters(), *layer.buffers())]
+def _is_same(argument: Any, wanted: Any) -> bool:
+    """Tell whether an argument is the object that is wanted, or an equal number or text."""
+    are_atoms = type(argument) is type(wanted) and type(argument) in _ATOMS
+    return argument is wanted or (are_atoms and repr(argument) == repr(wanted))
 
 
-def _ambient(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the modes in which a layer runs, what it is annotated with, and the modes and number
-    of hooks of the modules inside, which a step may set for one call."""
-    inside = list(layer.modules())[1:]  # the layer itself is called, and so its hooks are seen
-    with without_torch_functions():
-        hooks = len(hooks_of(inside))
-    custom = get_current_meta().get("custom") or {}
-    kept = {key: value for key, value in custom.items() if key not in ("phase", "module")}
-    return (*ambient_state(), kept, hooks, [module.training for module in inside])
+def compare(
+    first: nn.Module, second: nn.Module, names: tuple[str, str], inputs: Mapping[int, torch.Tensor]
+) -> Tensors | None:
+    """Compare two layers: classes and attributes of their modules, layouts of their tensors.
+
+    Layers with hooks are not alike. An attribute that is the layer's own number in its stack may
+    differ, as may what a forward that `Module.parallelize` of torchtitan set closes over: the
+    sharding config is another attribute. Linear in what the layers hold.
+
+    Args:
+        names: FQNs of the layers; a number at the end is that in the stack.
+        inputs: the tensors that are inputs of the step, by id.
+
+    Returns:
+        By id of each tensor of the first layer, the one of the second; None if they differ.
+    """
+    pairs = list(zip(first.named_modules(), second.named_modules(), strict=False))
+    if len(pairs) != sum(1 for _ in first.modules()) or _has_hooks(first) or _has_hooks(second):
+        return None
+    numbers = [name.rpartition(".")[2] for name in names]
+    tensors: Tensors = {}
+    for (name, module), (other_name, other) in pairs:
+        if name != other_name or type(module) is not type(other):
+            return None
+        attributes, others = _attributes(module), _attributes(other)
+        if attributes.keys() != others.keys():
+            return None
+        for key, value in attributes.items():
+            are_numbers = type(value) is int and [str(value), str(others[key])] == numbers
+            if not are_numbers and not _is_equal(value, others[key]):
+                return None
+        for one, its in zip(tensor_dicts(module)[:2], tensor_dicts(other)[:2], strict=True):
+            if one.keys() != its.keys() or not all(
+                _match(tensor, its[key], inputs, tensors) for key, tensor in one.items()
+            ):
+                return None
+    back = {id(tensor) for tensor in tensors.values()}
+    return tensors if len(back) == len(tensors) else None
 
 
-def _is_constant(value: Any) -> bool:
-    """Tell whether what a layer is given cannot change: numbers, texts, and objects of torch."""
-    return type(value) in ATOMS or type(value).__module__.partition(".")[0] == "torch"
+def _match(
+    tensor: torch.Tensor | None,
+    other: torch.Tensor | None,
+    inputs: Mapping[int, torch.Tensor],
+    tensors: Tensors,
+) -> bool:
+    """Note that two tensors correspond, if their layouts are equal and nothing contradicts."""
+    if tensor is None or other is None:
+        return tensor is other
+    if id(tensor) not in inputs or id(other) not in inputs:
+        return False
+    same_kind = tensor.requires_grad == other.requires_grad
+    is_alike = tensor is other or (same_kind and unwrap(tensor)[1] == unwrap(other)[1])
+    return is_alike and tensors.setdefault(id(tensor), other) is other
 
 
-def _is_same(given: Any, wanted: Any) -> bool:
-    """Tell whether a layer is given what another one is: one object, or equal constants."""
-    if given is wanted or type(given) is not type(wanted):
-        return given is wanted
-    if type(given) in ATOMS:
-        return repr(given) == repr(wanted)  # -0.0 is not 0.0
-    is_value = not isinstance(given, torch.Tensor) and is_compared_by_torch(given)
-    return is_value and given == wanted
+def _has_hooks(layer: nn.Module) -> bool:
+    forwards = {id(vars(m)["forward"]) for m in layer.modules() if "forward" in vars(m)}
+    return any(id(hook) not in forwards for hook in hooks_of(layer.modules()))
 
 
-def _marks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a model may have set on a tensor: its hooks, and attributes by their names."""
-    return (*tensor_hooks(tensor), set(vars(tensor)))
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a step may read, but for registered tensors and modules."""
+    registered = set(map(id, tensor_dicts(module)))
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name != _INITIAL and "hooks" not in name and id(value) not in registered
+    }
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    """Compare attributes: numbers and texts, containers of them, and objects of classes that
+    define ==; of a function only its code."""
+    if value is other or type(value) is not type(other):
+        return value is other
+    if type(value) in _ATOMS:
+        return repr(value) == repr(other)  # -0.0 is not 0.0
+    if isinstance(value, FunctionType):
+        return value.__code__ is other.__code__
+    if type(value) in (list, tuple):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(
+            _is_equal(entry, other[key]) for key, entry in value.items()
+        )
+    defines_equal = type(value).__eq__ is not _NO_EQ
+    return defines_equal and not isinstance(value, torch.Tensor) and bool(value == other)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.graph.writes import writes_of
-from graph_trainer.core.torch_private import TorchDispatchMode, queued_seeds_of_cuda
+from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import CaptureError
 
 # Seeds that mark positions in the random stream during capture, far from a user's seed: the high
@@ -60,9 +60,8 @@ class RandomDraws(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, generators: UserGenerators) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._generators = generators
         self._drawn: dict[int, tuple[object, int]] = {}
         self._next_mark = _FIRST_MARK
         self._higher_order: set[int] = set()
@@ -94,12 +93,17 @@ class RandomDraws(TorchDispatchMode):
                 return func(*args, **kwargs)
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        own = _own_generator((*args, *kwargs.values()))
-        if own is not None:
-            self._generators.check(own)
-            return func(*args, **kwargs)
+        place = self._place()
+        generators = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
+        # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
+        if any(generator.initial_seed() != place for generator in generators):
+            raise CaptureError(
+                f"{func} draws{user_line()} from a generator of the step's or the model's, whose "
+                "state a graph does not replay: draw from torch's default generator, or pass the "
+                "numbers in the batch"
+            )
         # the high bits count draws: a mark that has been drawn is a repetition
-        mark = self._place() // _PER_DRAW * _PER_DRAW
+        mark = place // _PER_DRAW * _PER_DRAW
         call = _described(func, args, kwargs)
         if mark not in self._drawn:
             self._next_mark += _PER_DRAW
@@ -151,99 +155,6 @@ def refuse_draws_of_python() -> Iterator[None]:
             "the step draws random numbers from Python's or NumPy's generator, once, now, and "
             "never in a later step: draw with torch, or pass the numbers in the batch"
         )
-
-
-@contextlib.contextmanager
-def refuse_seeds_of_cuda() -> Iterator[None]:
-    """Refuse a step that seeds CUDA's generators, whose states are restored.
-
-    Where CUDA is not initialized, torch would seed them later.
-
-    Raises:
-        CaptureError: at the end, where a generator has another seed.
-    """
-    generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    states = [generator.get_state() for generator in generators]
-    queued = queued_seeds_of_cuda()
-    for generator in generators:
-        generator.manual_seed(_FIRST_MARK)
-    seeded = False
-    try:
-        yield
-        seeded = queued_seeds_of_cuda() != queued
-        seeded |= any(generator.initial_seed() != _FIRST_MARK for generator in generators)
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-    if seeded:
-        raise CaptureError(
-            "the step seeds the random generator of CUDA, which a graph does not: seed before the "
-            "step, or draw the numbers there"
-        )
-
-
-class UserGenerators:
-    """The generators of the user's own that a step draws with; restored at the end.
-
-    Each gets a seed of ours when it is seen first, and the next one with every draw. One that has
-    another seed when the step is traced a second time was made or seeded by the step; one that has
-    a seed of ours from before was restored.
-    """
-
-    def __init__(self) -> None:
-        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._marks: set[int] = set()
-        """The current seed of each generator; every draw sets a new one."""
-        # above the marks of `RandomDraws`, for up to 2**20 draws
-        self._next_mark = _FIRST_MARK + (1 << 40)
-        self._is_second_trace = False
-
-    @property
-    def seen(self) -> bool:
-        """Whether there are any."""
-        return bool(self._states)
-
-    def __enter__(self) -> UserGenerators:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for generator, state in self._states:
-            generator.set_state(state)
-
-    def second_trace(self) -> None:
-        """From now on, refuse a generator that has not been seen before."""
-        self._is_second_trace = True
-
-    def check(self, generator: torch.Generator) -> None:
-        """Mark a generator that is about to draw, or refuse it.
-
-        Raises:
-            CaptureError: the step has made or seeded it.
-        """
-        seed = generator.initial_seed()
-        if seed not in self._marks:
-            if self._is_second_trace or seed >= _FIRST_MARK:
-                raise CaptureError(
-                    "the step makes or seeds the random generator that it draws with, or restores "
-                    f"its state{user_line()}, which a graph does not: make it before the step, and "
-                    "reuse the drawn tensor"
-                )
-            self._states.append((generator, generator.get_state()))
-        self._marks.discard(seed)
-        self._marks.add(self._next_mark)
-        generator.manual_seed(self._next_mark)
-        self._next_mark += 1
-
-
-def _own_generator(given: Iterable[Any]) -> torch.Generator | None:
-    """Return the user's generator among the arguments of an op that draws.
-
-    Checkpointing does not restore its state, so a recomputation draws other numbers in eager too.
-    """
-    # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
-    mark = torch.random.default_generator.initial_seed()
-    generators = (value for value in given if isinstance(value, torch.Generator))
-    return next((each for each in generators if each.initial_seed() != mark), None)
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -105,33 +105,6 @@ class Assignments(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Overloads that have another name out of place.
-_OVERLOADS = {torch.ops.aten.transpose_.default: "int"}
-
-
-def views_out_of_place(graph: fx.Graph) -> None:
-    """Replace ops that change a tensor's shape or strides in place by those that make a view.
-
-    The trace has let later readers read the op's result already. Passes take a node's shape and
-    strides for constant. Linear in nodes.
-
-    Raises:
-        CaptureError: an op that has no such counterpart, as set_.
-    """
-    for node in graph.nodes:
-        op = node.target
-        if not isinstance(op, OpOverload) or torch.Tag.inplace_view not in op.tags:
-            continue
-        packet = getattr(torch.ops.aten, op._opname.removesuffix("_"), None)
-        view = getattr(packet, _OVERLOADS.get(op, op._overloadname), None)
-        if op.namespace != "aten" or view is None or torch.Tag.inplace_view in view.tags:
-            raise CaptureError(
-                f"the step calls {op} (module '{module_of(node)}'), which gives a tensor other "
-                "memory in place: make a new tensor instead"
-            )
-        node.target = view
-
-
 def refuse_uninitialised(graph: fx.Graph) -> None:
     """Refuse a read of memory that nothing has written. Linear in nodes.
 

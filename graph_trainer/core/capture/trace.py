@@ -16,12 +16,10 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.capture.eager_formulas import as_in_eager
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
-from graph_trainer.core.capture.real_strides import let_views_copy
-from graph_trainer.core.capture.rng_replay import RandomDraws, UserGenerators, share_repeated_draws
+from graph_trainer.core.capture.rng_replay import RandomDraws, share_repeated_draws
 from graph_trainer.core.capture.second_step import place_of
 from graph_trainer.core.capture.side_effects import (
     Assignments,
@@ -29,8 +27,8 @@ from graph_trainer.core.capture.side_effects import (
     is_library_file,
     refuse_sparse,
     refuse_uninitialised,
-    views_out_of_place,
 )
+from graph_trainer.core.capture.views import let_views_copy, views_out_of_place
 from graph_trainer.core.graph.annotations import Phase, annotation, copy_annotations, value_of
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.ops import storage_roots
@@ -40,7 +38,6 @@ from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     FakeTensorMode,
-    fused_layers_as_in_eager,
     local_slices,
     mark_as_parameter,
     selective_checkpoint_as_in_eager,
@@ -80,12 +77,9 @@ class StepTrace:
     """The tensors of layers that are left out, which are not inputs of the graph. Each is described
     and has a stand-in, which the step must not use; the last is the model's tensor."""
     batch: Batch
-    generators: UserGenerators
     scopes: Scopes = field(default_factory=Scopes)
     outputs: list[Output] = field(default_factory=list)
     without_grad: list[str] = field(default_factory=list)
-    rounding: list[str] = field(default_factory=list)
-    """Why results are eager's up to rounding only; empty where their bits are equal."""
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """The fake tensors that the step's ops made."""
 
@@ -102,7 +96,7 @@ class StepTrace:
                 # on this thread, so that backward sees context variables and annotations
                 torch.autograd.set_multithreading_enabled(False),
                 selective_checkpoint_as_in_eager(),
-                fused_layers_as_in_eager(),
+                without_fused_layers(),
                 strided_shards_outside_traces(),
                 local_slices(lambda group: annotate(annotation(local_slice=group))),
                 mode,
@@ -165,8 +159,7 @@ class StepTrace:
         share_repeated_draws(graph_module.graph)
         refuse_uninitialised(graph_module.graph)
         refuse_sparse(graph_module.graph)
-        let_views_copy(graph_module.graph, mode)
-        self.rounding = sorted({*self.scopes.rounding, *as_in_eager(graph_module.graph)})
+        let_views_copy(graph_module.graph)
         return graph_module
 
     def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -199,7 +192,7 @@ class StepTrace:
         with (
             swap_tensors(self.step.model, stand_ins),
             SideEffects(self.made),
-            RandomDraws(self.generators),
+            RandomDraws(),
             _autocast_cache(),
         ):
             if self.step.backward:
@@ -345,6 +338,20 @@ class StepTrace:
                 values.append(value if parts.isdisjoint(replaced) else value.clone())
             for (before, _), value in zip(assigned, values, strict=True):
                 before.copy_(value)
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Inside, torch.nn's encoder layers and attention run op by op without gradients too.
+
+    Their fused kernels sum in another order, and torch leaves them out of a trace.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -41,8 +41,6 @@ class JointGraph:
     """The captured model; None where it is not known."""
     settings: ModuleSettings | None = None
     """Of the captured model; None where they are not known."""
-    rounding: tuple[str, ...] = ()
-    """Why the graph as captured is equal to eager up to rounding only; empty for equal bits."""
     history: list[str] = field(default_factory=list)
     """Names of the passes that ran on this graph, in order."""
     decisions: dict[str, Any] = field(default_factory=dict)

@@ -58,7 +58,7 @@ def graph_to_bytes(joint: JointGraph, meshes: Sequence[DeviceMesh]) -> bytes:
     writer = _Writer(joint.graph, meshes, file)
     if joint.graph_module.meta or joint.outputs is not None or joint.history:
         raise pickle.PicklingError("not a graph of a whole step as it was captured")
-    writer.dump((joint.signature, joint.model_type, joint.rounding, len(writer.places)))
+    writer.dump((joint.signature, joint.model_type, len(writer.places)))
     for node in joint.graph.nodes:
         if node.op not in ("placeholder", "call_function", "output"):
             raise pickle.PicklingError(f"'{node.name}' reads an attribute")
@@ -81,7 +81,7 @@ def graph_from_bytes(
         Exception: of any kind, for bytes that are something else.
     """
     reader = _Reader(io.BytesIO(zlib.decompress(content)), mode, meshes)
-    signature, model_type, rounding, count = reader.load()
+    signature, model_type, count = reader.load()
     graph = fx.Graph()
     for _ in range(count):
         op, name, target, args, kwargs, meta = reader.load()
@@ -92,7 +92,7 @@ def graph_from_bytes(
         node.meta = meta
         reader.nodes.append(node)
     graph_module = fx.GraphModule(torch.nn.Module(), graph)
-    joint = JointGraph(graph_module, signature, model_type=model_type, rounding=rounding)
+    joint = JointGraph(graph_module, signature, model_type=model_type)
     joint.validate()
     return joint
 

@@ -162,8 +162,7 @@ def pass_by_pass(
     if report is None and refuses and budget.may_refuse:  # for what passes raised
         report = Report()
     state, order = graph_state(joint), access_order(joint.graph)
-    rounding = (f"equal up to rounding: {'; '.join(joint.rounding)}",) if joint.rounding else ()
-    captured = PassRun("capture", 0.0, remarks=rounding)
+    captured = PassRun("capture", 0.0)
     if report is not None:
         report.add(joint, captured)
     yield captured

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -51,7 +51,7 @@ class MixedPrecisionPolicy:
 class _Sharding:
     """How one parameter is unsharded and how its gradient is reduced."""
 
-    fqn: str
+    fqn: str = field(compare=False)  # alike layers have equal shardings
     shard_group: dist.ProcessGroup | None
     """The group of the all-gather and the reduce-scatter; None where every rank has all rows."""
     reduce_groups: tuple[dist.ProcessGroup, ...]

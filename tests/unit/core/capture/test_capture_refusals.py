@@ -200,36 +200,6 @@ def test_a_scripted_module_is_refused_by_name(make):
         gt.capture(model, mean, (X,))
 
 
-@pytest.mark.parametrize("seed", [torch.cuda.manual_seed, torch.cuda.manual_seed_all])
-def test_a_step_that_seeds_cuda_is_refused_before_cuda_is_there(seed):
-    seed(3)
-
-    def loss(model, x):
-        seed(3)
-        return mean(model, x)
-
-    with pytest.raises(gt.CaptureError, match="seeds the random generator of CUDA"):
-        gt.capture(net(), loss, (X,))
-    check_against_eager(net(), mean, X)
-
-
-def test_a_step_that_seeds_cuda_is_refused_where_it_is_there(monkeypatch):
-    """On a generator of the CPU in place of the device's."""
-    seeding, plain = net(), net()  # which seed all devices that there are
-    generator = torch.Generator().manual_seed(3)
-    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-
-    def loss(model, x):
-        generator.manual_seed(3)
-        return mean(model, x)
-
-    with pytest.raises(gt.CaptureError, match="seeds the random generator of CUDA"):
-        gt.capture(seeding, loss, (X,))
-    gt.capture(plain, mean, (X,))
-    assert generator.initial_seed() == 3
-
-
 def test_a_sparse_tensor_within_the_step_is_refused():
     with pytest.raises(gt.CaptureError, match=r"_to_sparse.default \(module '0'\) makes a sparse"):
         gt.capture(nn.Sequential(SparseLayer()), mean, (X,))

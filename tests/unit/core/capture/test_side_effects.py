@@ -55,15 +55,6 @@ def test_a_fake_tensor_of_an_earlier_capture_is_not_a_constant() -> None:
     table.cache_clear()
 
 
-def test_a_generator_of_the_users_own_draws_on() -> None:
-    generator = torch.Generator().manual_seed(7)
-    model = Model(lambda m, x: x * torch.rand(4, generator=generator))
-    step = gt.compile(gt.capture(model, mean_square, (batches()[0],)))
-    found = [step(model, x)[0] for x in batches()]
-    generator.manual_seed(7)
-    assert [mean_square(model, x) for x in batches()] == found
-
-
 def test_a_parameter_keeps_its_attributes_and_is_one() -> None:
     def what(model: Model, x: torch.Tensor) -> torch.Tensor:
         assert isinstance(model.linear.weight, nn.Parameter)

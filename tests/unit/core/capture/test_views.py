@@ -1,17 +1,13 @@
 """A graph does not depend on strides that fake kernels have and real ones have not."""
 
 import copy
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import graph_trainer as gt
-from graph_trainer.core.capture import real_strides
-from graph_trainer.core.capture.real_strides import fakes_as_real
 from tests.unit.core.capture.steps import check_against_eager, check_step, eager
 
 
@@ -173,6 +169,18 @@ def test_a_write_through_a_view_is_never_into_a_copy():
         exported("tags")(step, x)
 
 
+def test_a_write_into_what_may_be_a_copy_is_refused():
+    """Eager writes through this reshape, which is a view of the real result; a trace copies."""
+
+    def doubled(x):
+        x.reshape(2, -1).mul_(2)
+        return x.flatten(1)
+
+    model = Viewed(lambda x: F.logsigmoid(x).detach(), doubled)
+    with pytest.raises(gt.CaptureError, match=r"clone\(\) first"):
+        gt.capture(model, loss_fn, (torch.randn(2, 6, 6),))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", VIEWED)
 def test_a_view_of_real_strides_is_compiled_by_inductor(name):
@@ -204,35 +212,17 @@ def test_a_capture_on_meta_for_cpu_is_that_of_cpu():
     assert layouts(planned) == layouts(here)
 
 
-@pytest.mark.parametrize("sizes", [(3, 5, 7), (64, 48, 65), (1, 900, 12), (70, 1, 80)])
-def test_a_run_on_a_few_elements_shows_the_strides_of_the_real_kernel(sizes, monkeypatch):
-    """Among them kernels with several inputs of other layouts."""
-    monkeypatch.setattr(real_strides, "_FEW", 0)
+def test_gradients_have_the_parameters_strides_where_a_kernel_gives_others():
+    """Where one factor is expanded, the fake kernel of mul in bfloat16 gives the rows' strides, and
+    the real one those of the other factor."""
+    torch.manual_seed(0)
+    rows, columns = torch.randn(2, 2, 2, dtype=torch.bfloat16)
+    model = nn.ParameterDict({"a": rows, "b": columns.t()})
 
-    def norms(x, y):
-        channels = torch.ones(x.shape[1])
-        normed = torch.native_batch_norm(x, channels, None, None, None, True, 0.1, 1e-5)
-        back = torch.ops.aten.native_layer_norm_backward(
-            y, x, [x.shape[-1]], *torch.native_layer_norm(x, [x.shape[-1]], None, None, 1e-5)[1:],
-            None, None, [True, False, False],
-        )[0]  # fmt: skip
-        return normed, back, F.logsigmoid(x), F.mse_loss(x, y, reduction="none"), x * y, x.xlogy(y)
+    def loss_fn(model):
+        return (model["a"] * model["b"]).sum()
 
-    x = torch.rand(sizes)
-    laid_out = [x.permute(order).contiguous() for order in itertools.permutations(range(3))]
-    back = [
-        torch.argsort(torch.tensor(order)).tolist() for order in itertools.permutations(range(3))
-    ]
-    given = [y.permute(order) for y, order in zip(laid_out, back, strict=True)]
-    given += [torch.cat([x, x], 1)[:, ::2], x[:, :1].expand(sizes)]
-    mode = fakes_as_real()
-    for pair in itertools.product(given[:4], given):
-        fakes = [mode.from_tensor(each) for each in pair]
-        with mode:
-            found = [t.stride() for t in pytree.tree_leaves(norms(*fakes))]
-        for real, strides in zip(pytree.tree_leaves(norms(*pair)), found, strict=True):
-            dims = zip(real.shape, real.stride(), strides, strict=True)
-            assert all(size == 1 or a == b for size, a, b in dims), (pair[0].stride(), strides)
+    check_against_eager(model, loss_fn)
 
 
 class Image(nn.Module):
@@ -268,17 +258,9 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_sizes_that_belong_together_are_found(name):
-    """A half and its whole, or the sizes before and after a padding, shrunk apart by a gap."""
+def test_an_operator_on_images_of_another_layout_is_bitwise_eager(name):
     operator, batch = IMAGES[name]
     check_against_eager(Image(operator), lambda model, x: model(x).pow(2).mean(), batch())
-
-
-def test_an_operator_whose_kernel_runs_on_too_many_elements_only_is_refused(monkeypatch):
-    monkeypatch.setattr(real_strides, "_MOST", 40_000)
-    operator, batch = IMAGES["halves"]
-    with pytest.raises(gt.CaptureError, match="strides of its result are unknown.*contiguous"):
-        gt.capture(Image(operator), lambda model, x: model(x).sum(), (batch(),))
 
 
 @pytest.mark.parametrize("training", [True, False])
