@@ -164,6 +164,7 @@ def test_every_flag_and_key_in_the_text_is_one(fresh):
     plan = fresh("-m", "graph_trainer", "plan", "--help", folder=ROOT).stdout
     assert "--memory-curve" in plan
     others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "to", "verbose"}
+    others.add("dry-run")
     for flag in flags - others - set(re.findall(r"--([a-z-]+)", plan)):
         entry = re.sub(r"\.\d+\..*", "", flag)  # --section.list.0.key
         assert re.sub(r"\.no-", ".", entry) in keys, f"--{flag}"

@@ -20,12 +20,10 @@ from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
-from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.memory_limit import Budget, what_would_help
 from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
-from graph_trainer.core.simulation.op_costs import flops_of
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
@@ -215,52 +213,6 @@ def test_passes_that_decide_for_another_machine_are_told():
     assert told in shown(asks) and "simulated on h100-sxm." in " ".join(shown(asks).split())
     same = dataclasses.replace(asks, hardware=load_hardware("a100-80g"))
     assert told not in shown(same) and told not in shown(plan)
-
-
-def told_of(plan):
-    return plan_report(plan)["notes"]
-
-
-def test_a_mode_that_captures_nothing_is_told():
-    plan = planned()
-    eager = dataclasses.replace(plan, config=small("--compile.mode", "eager"))
-    assert 'compile.mode = "eager" captures no graph: all' in " ".join(shown(eager).split())
-    as_torchtitan = dataclasses.replace(eager.simulation, runtime=TORCHTITAN)
-    assert told_of(dataclasses.replace(eager, simulation=as_torchtitan)) == told_of(plan)
-
-
-def test_a_profile_without_the_dtype_of_the_run_is_told():
-    plan = planned()
-    slow = dataclasses.replace(plan.hardware, name="mine", peak_flops={"float32": 66.9e12})
-    told = "mine has no peak_flops.bfloat16, so times and MFU are of peak_flops.float32."
-    asks = dataclasses.replace(plan, hardware=slow)
-    assert told in " ".join(shown(asks).split())
-    in_float32 = small("--training.mixed_precision_param", "float32")
-    assert told_of(dataclasses.replace(asks, config=in_float32)) == told_of(plan)
-
-
-def test_a_config_that_names_no_data_is_told_what_it_trains_on():
-    (note,) = told_of(planned())
-    assert "Python's standard library, with a vocabulary of 2,048 of its own" in note
-    write_page(planned(), page := io.StringIO())
-    assert "<span>2,048</span>" in page.getvalue()
-    mine = small("--dataloader.dataset", "stdlib")
-    assert told_of(dataclasses.replace(planned(), config=mine)) == []
-
-
-def test_flops_of_a_model_that_predicts_several_tokens_are_those_of_its_graph():
-    """What a second prediction adds, by torch's counts of the captured ops."""
-    counted, captured = [], []
-    for entry in ("deepseek_v3_debugmodel", "deepseek_v3_debugmodel_mtp"):
-        words = ["--module", "torchtitan.models.deepseek_v3", "--config", entry]
-        words += ["--training.seq_len", "16", "--training.local_batch_size", "1"]
-        config = load_config([*words, "--activation_checkpoint.type", "none"], world_size=1)
-        config.model_spec.model.layers = config.model_spec.model.layers[:2]
-        run = FakeRank(config, 1)
-        nodes = compute_nodes(run.capture().graph)
-        captured.append(sum(flops for flops, _ in map(flops_of, nodes)) / 16)
-        counted.append(run.flops_per_token)
-    assert counted[1] - counted[0] == pytest.approx(captured[1] - captured[0], rel=0.01)
 
 
 def test_a_bucket_over_several_modules_says_what_is_in_it():
