@@ -90,14 +90,15 @@ _ALSO: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def config_of(family: str, layers: int) -> Any:
-    """Return a tiny config of a family, without dropout."""
+    """Return a tiny config of a family, in which nothing is random."""
     import transformers
 
     cls = transformers.CONFIG_MAPPING[family]
     default = cls().to_dict()
     fields = default.keys() | cls.attribute_map
     values = {name: value for name, value in _SIZES.items() if name in fields}
-    values |= {n: 0.0 for n, value in default.items() if "drop" in n and isinstance(value, float)}
+    random = {name for name in default if "drop" in name or "jitter" in name}
+    values |= {name: 0.0 for name in random if isinstance(default[name], float)}
     values |= {next(name for name in _LAYERS if name in fields): layers}
     return cls(**values | _ALSO.get(family, lambda layers: {})(layers))
 

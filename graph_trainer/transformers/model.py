@@ -203,10 +203,12 @@ class TransformersModel(BaseModel):
         lm.tie_weights()  # again: to_empty unties what is not sharded
         if folder is not None and has_weights(folder):
             state = lm.state_dict(keep_vars=True)
-            # transformers' own mark of what it has read, which it does not initialize
-            for tensor in state.values():
-                tensor._is_hf_initialized = True
-            lm.init_weights()  # what no file has: tables of rotary positions
+            read = {id(tensor) for tensor in state.values()}
+            for module in lm.modules():
+                # transformers' own mark of modules that it does not initialize: all but those with
+                # what no file has, tables of rotary positions
+                module._is_hf_initialized = all(id(b) in read for b in module.buffers(False))
+            lm.init_weights()
             read_weights(folder, lm, state)
             return
         try:
