@@ -11,7 +11,7 @@ from torch import nn
 
 from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.python_state import PythonState
+from graph_trainer.core.capture.second_step import ModuleAttributes
 from graph_trainer.core.capture.trace import LossFn, without_fused_layers
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.subclasses import unwrap
@@ -23,7 +23,7 @@ from graph_trainer.core.torch_private import pytree, swap_tensors
 
 class StartingPoint:
     """Copies of a model's tensors, of a nest of batches and of the random state, to start from
-    again. What the model and the loss change in Python is restored as well."""
+    again. Attributes that the model changes are restored as well."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Any) -> None:
         self._model, self._loss_fn = model, loss_fn
@@ -38,7 +38,7 @@ class StartingPoint:
         """Start from the stored state, and restore it afterwards."""
         unchanged = {id(tensor): tensor for tensor in self._state}
         gradients = [(p, p.grad) for p in self._model.parameters()]
-        with PythonState(self._model, self._loss_fn), swap_tensors(self._model, unchanged):
+        with ModuleAttributes(self._model), swap_tensors(self._model, unchanged):
             torch.set_rng_state(self._random)
             try:
                 yield

@@ -28,10 +28,9 @@ from graph_trainer.core.capture.model_state import (
     state_of,
 )
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
-from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
 from graph_trainer.core.capture.rng_replay import refuse_draws_of_python
-from graph_trainer.core.capture.second_step import check_second_step
+from graph_trainer.core.capture.second_step import ModuleAttributes, check_second_step
 from graph_trainer.core.capture.side_effects import is_reviewed_file, refuse_leftovers
 from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
@@ -68,7 +67,8 @@ def capture(
     Args:
         model: any module; its parameters and buffers become inputs of the graph. They may be
             DTensors (see `simple_fsdp`) and may be on meta. It is left as it was:
-            what forward changes in Python, attributes and globals, is restored.
+            attributes that forward changes, and entries of dicts and lists that are attributes,
+            are restored. What it changes elsewhere in Python, as in globals, stays changed.
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
         args, kwargs: one batch. Tensors become inputs; everything else is baked in and
             checked at every later call.
@@ -130,8 +130,7 @@ def _users_own(model: nn.Module, loss_fn: LossFn) -> str:
     """Return a file, of no package that is known, with a class of modules, one of its methods, a
     hook or the loss, or "".
 
-    Such code may keep state that `PythonState` does not see, in slots or iterators, and a step
-    with it is traced twice.
+    A step with such code is traced twice, for it may keep state in Python.
     """
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     functions: list[Any] = [loss_fn, *hooks_of(model.modules())]
@@ -157,7 +156,7 @@ def _users_own(model: nn.Module, loss_fn: LossFn) -> str:
 def _captured(
     step: Step, state: ModelState, users_own: bool, repetition: Repetition | None
 ) -> JointGraph:
-    model, loss_fn, backward = step.model, step.loss_fn, step.backward
+    model, backward = step.model, step.backward
     batch = Batch(step.args, step.kwargs)
     batch_tensors = batch.take(Call(model, step.args, step.kwargs))
     of_batch = batch.inputs(batch_tensors)
@@ -207,14 +206,12 @@ def _captured(
         made.extend(trace.made)
         return graph_module, trace
 
-    with PythonState(model, loss_fn, *hooks_of(model.modules())) as python:
+    with ModuleAttributes(model) as attributes:
         graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state, trace.apart)
-        changes = python.changes()
+        changes = attributes.changes()
         if changes or users_own:
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
-        else:
-            python.keep_as_it_is()
     # what it writes: a layer that is left out writes what its sample does
     graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()
     trace.inputs = [

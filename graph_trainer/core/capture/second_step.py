@@ -1,4 +1,4 @@
-"""Compare the second step of a model that changes its own attributes with the first.
+"""Compare the second step of a model with the first, and restore what both change in it.
 
 A graph is one program. A model whose forward changes an attribute may run another program in the
 next step, or read in it what this step computed.
@@ -6,21 +6,85 @@ next step, or read in it what this step computed.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graph_trainer.core.graph.annotations import module_of, value_of
 from graph_trainer.core.graph.ops import runs_once, subgraph_of, written_arguments
 from graph_trainer.core.graph.signature import Input, InputKind, with_parts
 from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.tensor_diff import digest
-from graph_trainer.core.torch_private import FakeTensor, storage_id
+from graph_trainer.core.torch_private import FakeTensor, storage_id, tensor_dicts
 from graph_trainer.errors import CaptureError
 
 Place = tuple[int, object, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides of a tensor."""
+
+
+class ModuleAttributes:
+    """A context in which a step may change the attributes of a model's modules.
+
+    They are restored at the end, on errors too, as are the entries of dicts and lists that are
+    attributes. Python state elsewhere stays as the step leaves it. Linear in attributes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before: list[tuple[str, Any, Any]] = []
+        """Names in messages, a dict or list, and a copy of it."""
+        for name, module in model.named_modules():
+            registered = set(map(id, tensor_dicts(module)))
+            prefix = f"{name}." if name else ""
+            self._before.append((prefix, vars(module), dict(vars(module))))
+            for key, value in vars(module).items():
+                if isinstance(value, (dict, list)) and id(value) not in registered:
+                    self._before.append((f"{prefix}{key}", value, _copy(value)))
+
+    def __enter__(self) -> ModuleAttributes:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for _, contents, before in self._before:
+            if _differing(contents, before):
+                if isinstance(contents, dict):
+                    # the built-in methods: a subclass may have changed its own, and an OrderedDict
+                    # keeps its order itself
+                    kind = OrderedDict if isinstance(contents, OrderedDict) else dict
+                    kind.clear(contents)
+                    for key, value in before.items():
+                        kind.__setitem__(contents, key, value)
+                else:
+                    list.__setitem__(contents, slice(None), before)
+
+    def changes(self) -> list[str]:
+        """Return the names of attributes and entries that differ by now, sorted."""
+        return sorted(
+            f"{name}[{key!r}]" if name and not name.endswith(".") else f"{name}{key}"
+            for name, contents, before in self._before
+            for key in _differing(contents, before)
+        )
+
+
+def _copy(contents: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
+    if isinstance(contents, dict):
+        return dict(dict.items(contents))  # dict() calls methods of a subclass
+    return list(list.__iter__(contents))
+
+
+def _differing(contents: Any, before: Any) -> list[Any]:
+    """List the keys or places whose entries are other objects than before."""
+    now = _copy(contents)
+    if isinstance(now, list):
+        now, before = dict(enumerate(now)), dict(enumerate(before))
+    missing = object()
+    return [
+        key
+        for key in now.keys() | before.keys()
+        if now.get(key, missing) is not before.get(key, missing)
+    ]
 
 
 def check_second_step(
