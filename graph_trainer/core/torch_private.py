@@ -278,48 +278,6 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         contents.update(before)
 
 
-def ambient_state() -> tuple[Any, ...]:
-    """Return what decides, beside its arguments, what a layer computes and records: modes of
-    gradients, autocast, attention kernels, hooks on saved tensors, and modes of dispatch.
-
-    torch has public names for a part of it.
-    """
-    cuda = torch.backends.cuda
-    kernels = (
-        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
-        *(cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
-    )
-    casts = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-    ]
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    functions = torch.overrides._get_current_function_mode_stack()
-    saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return (
-        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
-        # a checkpoint around each layer makes its own
-        *(kernels, casts, [_outline(hook) for hook in saved or ()]),
-        [_outline(mode) for mode in (*modes, *functions)],
-    )
-
-
-def _outline(value: Any) -> tuple[Any, ...]:
-    """Return the code of a function, or the class of an object, with the numbers and texts that it
-    has; those that are not plain, as a checkpoint's frame, differ from one call to the next."""
-    contents = dict(getattr(value, "__dict__", {}))
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        cells = (cell.cell_contents for cell in value.__closure__ or ())
-        contents |= dict(zip(code.co_freevars, cells, strict=True))
-        contents |= dict(enumerate(value.__defaults__ or ())) | (value.__kwdefaults__ or {})
-    plain = (bool, int, float, complex, str, bytes)
-    if type(value).__module__.partition(".")[0] in ("torch", "graph_trainer"):
-        contents = {}  # modes of theirs count what runs in them
-    numbers = {name: repr(each) for name, each in contents.items() if type(each) in plain}
-    return (code or type(value), numbers)
-
-
 def fake_like(
     value: torch.Tensor,
     shape: Sequence[Any],

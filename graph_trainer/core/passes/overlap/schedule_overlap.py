@@ -93,13 +93,13 @@ def schedule_overlap(
         return
 
     before = _simulated(joint, graph)
-    _put(graph, order)
+    put_in_order(graph, order)
     after = _simulated(joint, graph)
     summary, *lines = _remarks_on(joint, graph, order, before, after)
     joint.remarks += ["; ".join([summary, bound] if bound else [summary]), *lines]
 
 
-def _put(graph: ScheduleGraph, order: Sequence[int]) -> None:
+def put_in_order(graph: ScheduleGraph, order: Sequence[int]) -> None:
     """Put the nodes in an order of their places."""
     *body, output = [graph.nodes[place] for place in order]
     for node in body:
@@ -126,15 +126,15 @@ def _within_memory(
     old = range(len(graph.nodes))
 
     def needed(order: Sequence[int]) -> int:
-        _put(graph, order)
+        put_in_order(graph, order)
         needs = context.needed_on_all_ranks(joint)
-        _put(graph, old)
+        put_in_order(graph, old)
         return needs
 
     def seconds(order: Sequence[int]) -> float:
-        _put(graph, order)
+        put_in_order(graph, order)
         timeline = _simulated(joint, graph)
-        _put(graph, old)
+        put_in_order(graph, old)
         return timeline.step_seconds
 
     unbounded = Scheduler(graph, options, None).run()

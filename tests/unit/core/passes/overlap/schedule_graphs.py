@@ -21,6 +21,7 @@ from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
+    put_in_order,
     schedule_overlap,
 )
 from graph_trainer.core.passes.overlap.scheduler import Scheduler
@@ -260,8 +261,7 @@ def scheduled(joint: JointGraph, growth: int | None = None, **changes: Any) -> J
     else:
         fused = context.settings.other_memory(joint).fused
         graph = ScheduleGraph(joint, context.hardware_for(joint), fused)
-        for place in Scheduler(graph, given, growth).run()[:-1]:
-            joint.output_node().prepend(graph.nodes[place])
+        put_in_order(graph, Scheduler(graph, given, growth).run())
     joint.validate()
     return joint
 
