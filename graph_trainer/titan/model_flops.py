@@ -26,4 +26,6 @@ def flops_beyond_torchtitans(config: Any, model: nn.Module, seq_len: int) -> int
         config.get_nparams_and_flops(model, length) for length in (seq_len, 0)
     )
     attention = (counted - without_attention) // len(config.layers)
-    return further * (6 * model.get_parameter("lm_head.weight").numel() + attention)
+    # `get_parameter` would read the attribute, which gathers where the model is sharded
+    head = dict(model.named_parameters())["lm_head.weight"]
+    return further * (6 * head.numel() + attention)

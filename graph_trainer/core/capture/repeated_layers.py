@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -350,12 +350,14 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    """Compare attributes: numbers and texts, containers of them, and objects of classes that
-    define ==; of a function only its code."""
+    """Compare attributes: numbers and texts, containers of them, and objects by == where their
+    class defines it, otherwise by what they hold; of a function or method only its code."""
     if value is other or type(value) is not type(other):
         return value is other
     if type(value) in _ATOMS:
         return repr(value) == repr(other)  # -0.0 is not 0.0
+    if isinstance(value, MethodType):  # of its own module, as where that was wrapped
+        return _is_equal(value.__func__, other.__func__)
     if isinstance(value, FunctionType):
         return value.__code__ is other.__code__
     if type(value) in (list, tuple):
@@ -364,5 +366,9 @@ def _is_equal(value: Any, other: Any) -> bool:
         return value.keys() == other.keys() and all(
             _is_equal(entry, other[key]) for key, entry in value.items()
         )
-    defines_equal = type(value).__eq__ is not _NO_EQ
-    return defines_equal and not isinstance(value, torch.Tensor) and bool(value == other)
+    if isinstance(value, torch.Tensor | nn.Module):
+        return False
+    if type(value).__eq__ is not _NO_EQ:
+        return bool(value == other)
+    # an object that each layer has for itself, such as the dispatcher of tokens to experts
+    return hasattr(value, "__dict__") and _is_equal(vars(value), vars(other))

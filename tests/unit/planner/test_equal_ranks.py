@@ -37,13 +37,15 @@ OPS = torch.ops.aten
 TP2 = ("--parallelism.tensor_parallel_degree", "2")
 HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
 EP2 = ("--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_degree", "2")
+CP2 = ("--parallelism.context_parallel_degree", "2")
+CP2 += ("--parallelism.context_parallel_method", "all_gather")
 BUDGET = ("--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.05")
 MESHES = {
     "tp2": (4, TP2, 1),
     "slices": (2, (*TP2, "--loss.type", "chunked_cross_entropy"), 1),
     "uneven": (3, (), 2),
     "hsdp": (4, HSDP, 1),
-    "cp2": (4, ("--parallelism.context_parallel_degree", "2"), 2),
+    "cp2": (4, CP2, 2),
     "ep2": (4, EP2, 1),
     "budget": (4, (*TP2, *BUDGET), 1),
 }

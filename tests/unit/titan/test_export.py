@@ -124,7 +124,7 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     assert f"is no checkpoint: name {checkpoint}." in said
     said = refused(f"{checkpoint}7", "--to", str(folder))
     assert f"is no checkpoint: name {checkpoint}." in said
-    assert "there is no --too" in refused(str(checkpoint), "--too", str(folder))
+    assert "required: --to." in refused(str(checkpoint), "--too", str(folder))
     (tmp_path / "file").touch()
     said = refused(str(checkpoint), "--to", str(tmp_path / "file" / "x"))
     assert "nothing can be written to" in said and "(Not a directory). Name another" in said

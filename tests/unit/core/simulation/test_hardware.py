@@ -137,12 +137,12 @@ def test_a_file_that_is_no_profile(tmp_path):
     (tmp_path / "folder.toml").mkdir()
     values = known_hardware()["h100-sxm"].read_bytes().partition(b"[peak_flops]")[0]
     for name, content, found in (
-        ("a.toml", b"memory = = 1", "a.toml, line 1, column 10: not valid TOML"),
-        ("a.toml", b"a = 1\nlist = [1", "a.toml, line 2, column 10: not valid TOML"),
+        ("a.toml", b"memory = = 1", "a.toml: cannot be read: .*line 1, column 10"),
+        ("a.toml", b"a = 1\nlist = [1", "a.toml: cannot be read: .*line 2|end of document"),
         ("b.toml", b"\xff\xfe\x00", "b.toml: cannot be read: .*UTF-8"),
         ("c.toml", b"peak_flops = 1\n" + values, "peak_flops = 1.* a table of FLOP/s by dtype"),
         ("d.toml", b"[training]\nsteps = 1", "d.toml: it has none of the keys of a .* --config"),
-        ("none.toml", None, "there is no such file"),
+        ("none.toml", None, "cannot be read: No such file"),
         ("folder.toml", None, "cannot be read: Is a directory"),
     ):
         if content is not None:
