@@ -1,5 +1,6 @@
 """Collectives start early and are waited for late, by simulated time, within a memory limit."""
 
+import importlib
 import math
 import random
 import re
@@ -343,9 +344,10 @@ class OfTwo(OneRank):
         return 3 * number - 2 * self.plain if is_bytes else number
 
 
-def test_what_is_in_flight_follows_from_the_memory_that_is_left():
+def test_what_is_in_flight_follows_from_the_memory_that_is_left(monkeypatch):
     """The less is left, the longer the step, and never more than there is on any rank; a limit and
-    a device are alike; and the report has what the bound costs."""
+    a device are alike; and the report has what the bound costs. On CPU ranks, whose memory has no
+    gaps, to the byte; there a step needs 3% more at most, whatever is left."""
     captured = captured_wide(64, 4)
 
     def scheduled(memory_gib, agreement=None, **settings):
@@ -362,7 +364,11 @@ def test_what_is_in_flight_follows_from_the_memory_that_is_left():
         return needed, seconds, order, float(lost[1]) / 1e3 if lost else 0.0
 
     plain, plain_seconds, *_ = scheduled(1.0, disable_passes=["schedule_overlap"])
+    assert plain < scheduled(1.0)[0] <= 1.03 * plain
+    overlap = importlib.import_module(schedule_overlap.function.__module__)
+    monkeypatch.setattr(overlap, "_HOST_GROWTH", 10)
     most, fastest, _, lost = scheduled(1.0)
+    assert most > 1.03 * plain
     assert fastest < plain_seconds and most > plain and not lost
     before = math.inf
     for part in (0.0, 0.6, 1.0):
