@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import traffic_of
+from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import getitems_of, is_collective, is_wait
@@ -16,12 +17,14 @@ from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.scheduler import KEY, ScheduleOverlapOptions, Scheduler
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.timeline import Timeline, play
 from graph_trainer.core.units import gib
 
 _HOST_GROWTH = 0.03
-"""The part of what a step needs by which that may grow on CPU ranks. They share the host's memory,
-and gloo's threads take theirs when they run, which is later than the simulator says."""
+"""The part of the graph's own peak, inputs aside, that may be added on CPU ranks. They share the
+host's memory, and gloo's threads take theirs when they run, which is later than the simulator says.
+"""
 _TRIES = 3
 """Orders that are tried at most where memory is short, before the one that leaves the peak."""
 _MARGIN = 0.9
@@ -144,7 +147,9 @@ def _within_memory(
     most, allowed, needs = options.max_in_flight_mib, context.allowed_bytes(joint), needed(old)
     on_host = graph.hardware.device == "cpu"
     if on_host:
-        allowed = min(allowed, int(needs * (1 + _HOST_GROWTH)))
+        scratch = scratch_bytes(joint, graph.hardware.device)
+        peak = context.agreement.all_reduce_max(lifetimes(joint, scratch=scratch).peak_bytes)
+        allowed = min(allowed, needs + int(peak * _HOST_GROWTH))
     if most is None and needed(unbounded) <= allowed:
         return unbounded, ""
     growth = headroom = max(0, allowed - needs)
@@ -161,7 +166,7 @@ def _within_memory(
         return order, ""
     by = f"{KEY}.max_in_flight_mib = {most}"
     if most is None and on_host:
-        by = f"{_HOST_GROWTH:.0%} of what the step needs, which is what CPU ranks may add,"
+        by = f"{_HOST_GROWTH:.0%} of the peak, which is what CPU ranks may add,"
     elif most is None:
         by = f"the memory that is left, {gib(headroom)} of {gib(allowed)} GiB,"
     return order, (
