@@ -265,13 +265,11 @@ class GraphTrainer(Trainer):
         loss = torch.zeros((), device=self.device)
         while microbatches:
             inputs, labels = microbatches.pop(0)
+            for name, value in inputs.items():  # in place: what is replaced below can be freed
+                inputs[name] = value.to(self.device) if isinstance(value, torch.Tensor) else value
+            del value
             loss_of_microbatch = self.forward_backward_step(
-                input_dict={
-                    name: value.to(self.device) if isinstance(value, torch.Tensor) else value
-                    for name, value in inputs.items()
-                },
-                labels=labels.to(self.device),
-                global_valid_tokens=valid_tokens,
+                input_dict=inputs, labels=labels.to(self.device), global_valid_tokens=valid_tokens
             )
             loss = loss + local_tensor(loss_of_microbatch.detach())
 
