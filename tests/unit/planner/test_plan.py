@@ -80,7 +80,9 @@ def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():
 
 def test_reshard_policies_are_ordered_in_memory_and_in_gathers():
     key = "--parallelism.fsdp_reshard_after_forward"
-    never, always = planned(key, "never"), planned(key, "always")
+    # overlap may use what a policy frees
+    off = ("--compile.disable_passes", "schedule_overlap")
+    never, always = planned(key, "never", *off), planned(key, "always", *off)
     assert never.peak_bytes > always.peak_bytes
     gathers = [
         sum(c.kind == "all_gather_into_tensor" for c in p.simulation.collectives)
@@ -231,11 +233,14 @@ FEWER += ("--compile.memory_limit_gib", "40")
 def test_the_headline_says_what_was_planned_and_the_verdict_names_the_limit():
     plan = planned("--parallelism.tensor_parallel_degree", "2", *FEWER)
     head, _, tables = shown(plan).partition("What each pass does")
-    assert " ".join(head.split()).endswith(
+    text = " ".join(head.split())
+    assert (
         "mesh dp_shard 2 x tp 2; batch 2 local, 8 global; sequence 64; activation policy full; "
-        "reshard default; backend eager; limit 40 GiB compile.memory_limit_gib is compared here "
-        "with what rank 0 needs. In training the rank that needs most decides for all, as it does "
-        "in --save and --verify-order."
+        "reshard default; backend eager; limit 40 GiB" in text
+    )
+    assert text.endswith(
+        "compile.memory_limit_gib is compared here with what rank 0 needs. In training the rank "
+        "that needs most decides for all, as it does in --save and --verify-order."
     )
     assert "of the 40.00 GiB of compile.memory_limit_gib;" in " ".join(tables.split())
     assert fit_text(plan_report(plan)).endswith(" of 40.00 GiB, compile.memory_limit_gib")
@@ -249,7 +254,7 @@ def test_nodes_have_module_and_op_and_the_only_parallelism_its_name():
     peaks = [report["peak"]["node"], *(each["node"] for each in report["peak"]["largest"])]
     for said in peaks:
         name, op, owner = re.fullmatch(r"(\w+)(?:, (\w+))?(?: in ([\w.]+))?", said).groups()
-        op = op or re.sub(r"_\d+$", "", name)  # a name that is the op and a number
+        op = op or re.sub(r"(_default)?(_\d+)?$", "", name)  # a name that is the op and a number
         assert nodes[name].op == "placeholder" or f".{op}." in str(nodes[name].target)
         assert (owner or "") == owner_of(nodes[name])
     assert peaks[0].startswith(plan_report(plan)["peak"]["node"]) and " in " in peaks[0]

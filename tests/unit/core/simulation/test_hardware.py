@@ -139,7 +139,7 @@ def test_a_file_that_is_no_profile(tmp_path):
     for name, content, found in (
         ("a.toml", b"memory = = 1", "a.toml: cannot be read: .*line 1, column 10"),
         ("a.toml", b"a = 1\nlist = [1", "a.toml: cannot be read: .*line 2|end of document"),
-        ("b.toml", b"\xff\xfe\x00", "b.toml: cannot be read: .*UTF-8"),
+        ("b.toml", b"\xff\xfe\x00", "b.toml: cannot be read: .*utf-8"),
         ("c.toml", b"peak_flops = 1\n" + values, "peak_flops = 1.* a table of FLOP/s by dtype"),
         ("d.toml", b"[training]\nsteps = 1", "d.toml: it has none of the keys of a .* --config"),
         ("none.toml", None, "cannot be read: No such file"),
