@@ -4,7 +4,6 @@ Benchmarks are run by hand, and no other test starts one.
 """
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -72,11 +71,12 @@ def test_communication_of_ours_and_the_peers_passes_on_one_graph():
             # the same work: the peer's passes ran on what ours captured. They keep the output head
             # gathered under every policy.
             kernels = [r["floor"]["compute"] for r in (row, plain)]
-            assert kernels[0] == pytest.approx(kernels[1], rel=0.1)
-            # the peer sends more than what was captured, and is given no less to send
-            for ranks, seconds in plain["floor"]["bandwidth"].items():
-                most = math.inf if row is peer else 1 + 1e-6
-                assert 1 - 1e-6 <= row["floor"]["bandwidth"][ranks] / seconds <= most
+            if row is peer:
+                assert kernels[0] == pytest.approx(kernels[1], rel=0.1)
+            else:  # copies into buckets, and no work saved
+                assert kernels[0] >= kernels[1]
+            bandwidths = [r["floor"]["bandwidth"] for r in (row, plain)]
+            assert bandwidths[0] == pytest.approx(bandwidths[1], rel=0.1 if row is peer else 1e-6)
             exposed = [sum(r["exposed_seconds"].values()) for r in (row, plain)]
             assert exposed[0] < exposed[1]
         assert scheduled["step_seconds"] < ours["step_seconds"] < plain["step_seconds"]
