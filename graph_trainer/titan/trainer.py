@@ -124,7 +124,7 @@ class GraphTrainer(Trainer):
             if self.checkpointer.enable:
                 generators = Generators(self.parallel_dims, self.device)
                 self.checkpointer.states[GENERATORS] = generators
-                keep_generators_from(self.dataloader)
+        keep_generators_from(self.dataloader)
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
             if isinstance(self.tokenizer, ByteBPETokenizer):

@@ -15,6 +15,7 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import TrainingError
+from graph_trainer.titan.checkpoint_states import keep_generators_from
 from graph_trainer.titan.step_inputs import loss_of_batch
 
 MakeStep = Callable[[LossFn], TrainStep]
@@ -96,8 +97,10 @@ class _NotEmpty:
         self._config = config
 
     def build(self, **arguments: Any) -> Iterator[Any]:
+        loader = self._config.build(**arguments)
+        keep_generators_from(loader)
         empty = True
-        for batch in self._config.build(**arguments):
+        for batch in loader:
             empty = False
             yield batch
         if empty:

@@ -26,6 +26,14 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
     if not section.enable:
         yield from _without_checkpoints(section, origins)
         return
+    excluded = section.exclude_from_loading
+    if "train_state" in excluded and "lr_scheduler" not in excluded:
+        yield Problem(
+            "checkpoint.exclude_from_loading",
+            "steps would be counted from zero while the learning rate schedule goes on to its end",
+            'Add "lr_scheduler", or leave "train_state" out.',
+            value=excluded,
+        )
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):
             remedy = "Leave it out, or give the model's ModelSpec a state_dict_adapter."

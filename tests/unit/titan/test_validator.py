@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from typing import Any
 
 import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from graph_trainer.core.training.step_cache import TrainStep
-from graph_trainer.titan.validator import CheckedValidator, checked_validator
+from graph_trainer.titan.validator import CheckedValidator, _NotEmpty, checked_validator
 
 from torchtitan.components.validate import BaseValidator, Validator  # isort: skip
 from torchtitan.tools.logging import logger  # isort: skip
@@ -60,3 +63,15 @@ def test_another_one_stays_and_the_log_says_so(caplog: pytest.LogCaptureFixture)
         logger.removeHandler(caplog.handler)
     assert mine.loss_fn is loss_fn
     assert "Mine and not torchtitan's Validator" in caplog.text
+
+
+def test_validation_draws_none_of_the_steps_random_numbers() -> None:
+    """A run that goes on after a save has not validated as the run without a break has."""
+
+    class Config:
+        def build(self, **arguments: Any) -> Any:
+            return StatefulDataLoader([1, 2])
+
+    before = torch.get_rng_state()
+    assert [*_NotEmpty(Config()).build()] == [1, 2]
+    assert torch.equal(torch.get_rng_state(), before)

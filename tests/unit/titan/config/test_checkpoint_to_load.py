@@ -62,6 +62,13 @@ def test_a_step_that_is_not_there(load, tmp_path: Path) -> None:
     load()
 
 
+def test_steps_are_not_counted_anew_beside_a_schedule_that_goes_on(load) -> None:
+    said = refused(load, exclude_from_loading="train_state")
+    assert 'checkpoint.exclude_from_loading = ["train_state"]: ' in said
+    assert 'Add "lr_scheduler", or leave "train_state" out.' in said
+    load(exclude_from_loading="train_state,lr_scheduler")
+
+
 def test_an_initial_checkpoint_that_is_not_there(load, tmp_path: Path) -> None:
     said = refused(load, initial_load_path="/nonexist")
     assert 'checkpoint.initial_load_path = "/nonexist": there is no such folder' in said
