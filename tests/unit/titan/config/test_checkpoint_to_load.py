@@ -110,7 +110,7 @@ def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None
     dcp.save(weight, checkpoint_id=folder / "step-0")
     load(load_step=0)  # a seed
     load(load_step=3)
-    load(exclude_from_loading="train_state")
+    load(exclude_from_loading="train_state,lr_scheduler")
     dcp.save(weight, checkpoint_id=tmp_path / "seed/checkpoint/step-0")
     load_config(
         ["--checkpoint.enable", "--dump_folder", str(tmp_path / "seed")], reads_checkpoint=True
