@@ -165,15 +165,16 @@ def test_a_plan_without_a_limit_is_refused(stack, limit):
 
 def test_the_table_repeats_the_plan_and_can_be_edited(extremes, stack):
     least, most = extremes
-    joint, peak, seconds, _ = planned(stack, (least + most) // 2)
+    limit = (least + most) // 2  # which overlap is held to as well
+    joint, peak, seconds, _ = planned(stack, limit)
     table = joint.decisions["plan_memory"]
     written = table.to_toml()
     read = memory_table_of(tomllib.loads(written), "a file")
     assert read.to_toml() == written and '"layers.' in written
-    again, *same, _ = planned(stack, None, "file", memory_table=read)
+    again, *same, _ = planned(stack, limit, "file", memory_table=read)
     assert same == [peak, seconds] and targets(again) == targets(joint)
     nothing = replace(read, rows=tuple(replace(row, keep_in=()) for row in read.rows))
-    assert planned(stack, None, "file", memory_table=nothing)[1] == least
+    assert planned(stack, least, "file", memory_table=nothing)[1] == least
 
 
 def test_the_table_of_a_model_without_blocks_is_read_back():
