@@ -372,8 +372,13 @@ class GraphTrainer(Trainer):
         if not self._microbatches and self.should_continue_training():
             raise TrainingError(
                 f"no step was trained: the data have less than one batch for rank {dist.get_rank()}"
-                f" after step {self.step}. Add text, set dataloader.infinite, or lower "
+                f" after step {self.step - 1}. Add text, set dataloader.infinite, or lower "
                 "training.local_batch_size or training.seq_len."
+            )
+        if self._guard.skipped:
+            logger.warning(
+                f"{self._guard.skipped} steps of this run were skipped, since their gradients were "
+                "not finite (training.nonfinite): look at the warnings of these steps"
             )
         self.observer.finished(self._model.parameters(), self.optimizers)
 

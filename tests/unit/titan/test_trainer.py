@@ -88,6 +88,7 @@ def test_a_run_that_is_at_its_end_captures_nothing(monkeypatch, newest, captures
 
 def test_a_run_whose_data_have_no_batch_does_not_end_as_if_it_had_trained(monkeypatch):
     run, _, _ = run_of_two_steps(monkeypatch, checkpoints_up_to(0), batches=0)
+    run.step = 1  # torchtitan counts the step before it asks for its batch
     with pytest.raises(TrainingError, match="less than one batch for rank 3 after step 0"):
         run.train()
 
