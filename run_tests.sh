@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, format, types, unit tests and one launch of real ranks: seven minutes on two cores.
-# --full runs every test, as CI does: an hour.
+# --full runs every test, as CI does: half an hour.
 # With other arguments: pytest alone, with these; paths are relative to the checkout.
 set -euo pipefail
 
