@@ -55,11 +55,11 @@ def check_weights(folder: Path | None, lm: Any) -> None:
     state = lm.state_dict(keep_vars=True)
     try:
         with _files(folder) as files:
-            found = dict(_converted(lm, files, lambda name: _shape_of(files[name], name)))
+            shapes = dict(_converted(lm, files, lambda name: _shape_of(files[name], name)))
     except Exception as error:  # safetensors has one class of its own for all
         reason = " ".join(str(error).split())
         raise ConfigError(f"its safetensors cannot be read ({reason}). Copy them again") from error
-    fitting = {id(state[name]) for name, read in found.items() if read.shape == state[name].shape}
+    fitting = {id(state[name]) for name, read in shapes.items() if read.shape == state[name].shape}
     if missing := [name for name, tensor in state.items() if id(tensor) not in fitting]:
         raise ConfigError(
             f"the safetensors lack {len(missing)} of the model's weights, or have another shape: "
