@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import operator
 import os
@@ -197,26 +198,20 @@ class _Bucket:
         return [self._of(m, operator.getitem, parts, place) for place, m in enumerate(self.members)]
 
     def _before_casts(self) -> tuple[list[fx.Node], torch.dtype | None]:
-        """Return what the members send before a cast that all have, and the dtype of that cast.
+        """Return what the members send, before its cast to a wider dtype where it has one; and the
+        dtype to cast the bucket to, None where packing gives that dtype.
 
-        A bucket is packed in the narrower dtype and cast as a whole: fewer bytes are alive until
-        the last member is computed. The bits are the same."""
+        A bucket is packed from the narrower dtypes: fewer bytes are alive until the last member is
+        computed. Where members differ, as where tensor parallelism has summed some gradients in
+        the wider dtype before, `cat` widens the others. The bits are the same."""
         sent = [_input(m.node) for m in self.members]
-        sources = []
-        for node in sent:
-            # a cast to a wider dtype, and perhaps a copy of it, each for one reader
-            cast = node.all_input_nodes[0] if node.target is aten.clone.default else node
-            if len(node.users) != 1 or len(cast.users) != 1:
-                return sent, None
-            if cast.target is not aten._to_copy.default or cast.kwargs.keys() != {"dtype"}:
-                return sent, None
-            (source,) = cast.all_input_nodes
-            if tensor_of(source).dtype.itemsize >= tensor_of(cast).dtype.itemsize:
-                return sent, None
-            sources.append(source)
-        if len({tensor_of(source).dtype for source in sources}) != 1:
+        sources = [_before_cast(node) for node in sent]
+        wanted = tensor_of(sent[0]).dtype
+        dtypes = {tensor_of(source).dtype for source in sources}
+        packed = functools.reduce(torch.promote_types, dtypes)
+        if len(dtypes) > 1 and packed != wanted:
             return sent, None
-        return sources, tensor_of(sent[0]).dtype
+        return sources, None if packed == wanted else wanted
 
     def _flat(self, member: Member, node: fx.Node) -> fx.Node:
         node = self._contiguous(member, node)
@@ -271,6 +266,18 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
     while nodes[-1].target in _PREPARES:
         nodes += nodes[-1].all_input_nodes
     return nodes
+
+
+def _before_cast(sent: fx.Node) -> fx.Node:
+    """Return what a collective's input is cast from, if the cast is to a wider dtype, perhaps with
+    a copy of it, and has no other reader; else the input."""
+    cast = sent.all_input_nodes[0] if sent.target is aten.clone.default else sent
+    is_cast = cast.target is aten._to_copy.default and cast.kwargs.keys() == {"dtype"}
+    if not is_cast or len(sent.users) != 1 or len(cast.users) != 1:
+        return sent
+    (source,) = cast.all_input_nodes
+    is_wider = tensor_of(source).dtype.itemsize < tensor_of(cast).dtype.itemsize
+    return source if is_wider else sent
 
 
 def _input(collective: fx.Node) -> fx.Node:

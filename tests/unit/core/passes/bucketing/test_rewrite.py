@@ -162,6 +162,28 @@ def sending(b, name, grad):
     return b.waited(SCATTER, grad, "sum", 2, "g", **how)
 
 
+def test_gradients_that_are_wide_before_do_not_widen_the_others_one_by_one():
+    """As where tensor parallelism has summed a norm's gradient in the dtype of reductions."""
+    b = Builder()
+    x = b.input("x", 4, 3, dtype=torch.bfloat16)
+    wide = b.input("wide", 4, 3)
+    gradients = {}
+    for name in "pqr":
+        b.parameter(f"layers.0.{name}", 2, 3)
+    for name, source in (("p", x), ("q", wide), ("r", x)):
+        how = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": f"layers.0.{name}"}
+        grad = b.call(aten.mul.Tensor, source, 1 + len(gradients), phase=BACKWARD)
+        if source is x:
+            grad = b.call(aten._to_copy.default, grad, dtype=torch.float32, **how)
+        gradients[f"layers.0.{name}"] = b.waited(SCATTER, grad, "sum", 2, "g", **how)
+    joint = finish(b, b.call(aten.sum.default, x), gradients)
+    before = run(joint)
+    bucket(joint, strategy="size")
+    assert_same(before, run(joint))
+    assert counts(joint)[2] == 1
+    assert not joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+
+
 def write(b, node, factor):
     return b.call(aten.mul_.Tensor, node, factor, phase=BACKWARD)
 

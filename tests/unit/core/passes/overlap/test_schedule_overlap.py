@@ -344,6 +344,31 @@ class OfTwo(OneRank):
         return 3 * number - 2 * self.plain if is_bytes else number
 
 
+class OnlyTheFirstFits(OneRank):
+    """A rank on which each order but the first that is looked at needs a GiB more."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def all_reduce_max(self, number):
+        is_bytes = 0 < number < 1 << 40  # or a digest
+        self.calls += is_bytes
+        return number + (is_bytes and self.calls > 1) * GIB
+
+
+def test_an_order_that_does_not_fit_is_not_taken():
+    """Not even the last that is tried, which adds nothing by the scheduler's account."""
+    captured, orders = captured_wide(64, 4), []
+    slow = {"collective_seconds": 1e-2, "memory_bytes_per_second": 1e8, "device": "cpu"}
+    config = gt.PassConfig(hardware=machine(**slow), reshard_after_forward="always")
+    for changes in ({}, {"disable_passes": ["schedule_overlap"]}):
+        joint = copy_graph(captured)
+        gt.run_passes(joint, replace(config, **changes), agreement=OnlyTheFirstFits())
+        orders.append([node.name for node in joint.graph.nodes])
+    assert orders[0] == orders[1]
+
+
 def test_what_is_in_flight_follows_from_the_memory_that_is_left(monkeypatch):
     """The less is left, the longer the step, and never more than there is on any rank; a limit and
     a device are alike; and the report has what the bound costs. On CPU ranks, whose memory has no
