@@ -36,9 +36,8 @@ class NonfiniteGuard:
         self.skips = skips
         self.skipped = 0
         """The number of steps that were skipped."""
-        self._updates: torch.Tensor | None = (
-            None  # whether the step last seen does; all ranks agree
-        )
+        # whether the step last seen does; all ranks agree
+        self._updates: torch.Tensor | None = None
         self._first: torch.Tensor | None = None  # a row; its step is inf while all are finite
 
     def see(

@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.errors import ConfigError
 
+_WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 def has_weights(folder: Path) -> bool:
     """Return whether training begins with weights of a folder."""
-    return any(folder.glob("*.safetensors"))
+    return (folder / _WHOLE).is_file() or (folder / _INDEX).is_file()
 
 
 def check_weights(folder: Path | None, lm: Any) -> None:
@@ -44,6 +45,12 @@ def check_weights(folder: Path | None, lm: Any) -> None:
             raise ConfigError(
                 "the weights are pickles (*.bin), which are not read. Load the folder with "
                 "from_pretrained and save it again with save_pretrained"
+            )
+        if others := sorted(file.name for file in folder.glob("*.safetensors")):
+            raise ConfigError(
+                f"it has {others[0]}, but neither {_WHOLE} nor {_INDEX}, which name the weights of "
+                "a whole model. Copy what is missing; or load the folder with transformers, with "
+                "its adapter if that is one, and save it again with save_pretrained"
             )
         return
     if getattr(lm.config, "quantization_config", None) is not None:
@@ -97,8 +104,8 @@ def _files(folder: Path) -> Iterator[dict[str, Any]]:
     """Open the safetensors that `from_pretrained` reads: the name of each weight, and its file."""
     from safetensors import safe_open
 
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file():
+    names = [_WHOLE]
+    if not (folder / _WHOLE).is_file():
         index = json.loads((folder / _INDEX).read_text("utf-8"))
         names = sorted(set(index["weight_map"].values()))
     with contextlib.ExitStack() as opened:
