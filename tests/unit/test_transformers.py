@@ -157,7 +157,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     file.write_bytes(b"no safetensors")
     with pytest.raises(ConfigError, match=r"cannot be read \(.*\). Copy them again"):
         loaded(path)
-    file.rename(path / "pytorch_model.bin")
+    file.rename(path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"it has adapter_model.safetensors, but neither"):
+        loaded(path)
+    (path / "adapter_model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="which are not read. Load the folder with from_pretr"):
         loaded(path)
 
