@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         plan_one = partial(plan_of, every_pass=False)
         return _compare(flags, wanted, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
-        plan = plan_of(config, processes=usable_processes(), on_progress=say)
+        plan = plan_of(config, on_progress=say)
     if flags.expert_imbalance or routing:
         with progress("experts") as say:
             loads = expert_loads(plan, flags.expert_imbalance, routing, say)
@@ -305,7 +305,7 @@ _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
     "save": (
         _write_saved,
         "write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
-        "traces one rank of each class, and plans those whose steps differ",
+        "plans one rank of each class",
     ),
     "table": (
         _write_table,

@@ -37,7 +37,6 @@ def as_agreed(
     run: Callable[[int, AsFarAsKnown], tuple[T, Passes]],
     on_progress: OnProgress,
     processes: int = 1,
-    keys: Sequence[object] | None = None,
     **callbacks: Any,
 ) -> dict[int, T]:
     """Run the ranks until all run the same passes, as in training; return each rank's result.
@@ -51,32 +50,26 @@ def as_agreed(
         run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
         processes: how many at most run ranks at once; see `in_processes`, also for `callbacks`.
-        keys: by place of the rank, what tells its result from those of others: of ranks of equal
-            keys the first is run.
     """
     maxima: list[int] = []
-    first_of = dict(zip(reversed(keys or ranks), reversed(ranks), strict=True))
-    alike = [first_of[key] for key in keys or ranks]
 
     def of_rank(rank: int) -> tuple[T, Passes, list[int]]:
         agreement = AsFarAsKnown(maxima)
         return (*run(rank, agreement), agreement.numbers)
 
     while True:
-        distinct = list(dict.fromkeys(alike))
-        made = in_processes(of_rank, distinct, processes, **callbacks)
-        result_of = dict(zip(distinct, made, strict=True))
-        results = [result_of[rank] for rank in alike]
-        unknown = [each[len(maxima)] for _, _, each in results if len(each) > len(maxima)]
+        results = in_processes(of_rank, ranks, processes, **callbacks)
+        unknown = [numbers[len(maxima)] for *_, numbers in results if len(numbers) > len(maxima)]
         if len({passes for _, passes, _ in results}) == 1 or not unknown:
             return dict(zip(ranks, (result for result, _, _ in results), strict=True))
         maxima.append(max(unknown))
         # agreed_on of plan_memory all-reduces all costs as one number
-        number = f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
-        last = number if maxima[-1] < _COSTS else "the costs of all ops at last"
+        latest = f"{maxima[-1]:,} (bytes of a peak, or nanoseconds of a step)"
+        if maxima[-1] >= _COSTS:
+            latest = "the costs of all ops"
         on_progress(
-            "The ranks decide otherwise alone: once more, as they would agree on the "
-            f"{'first number' if len(maxima) == 1 else f'first {len(maxima)} numbers'}, {last}"
+            "Run the ranks again, which decided differently, with the agreed maximum number "
+            f"{len(maxima)}: {latest}"
         )
 
 

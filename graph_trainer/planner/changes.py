@@ -142,7 +142,7 @@ def advise(
     planned = partial(_planner_of(plan), world_size=plan.world_size, captures=plan.captures)
     # The first share the capture of the plan: the others, which take longer, begin.
     configs = loaded(list(changes_that_help(plan))[::-1], load)
-    outcomes = plan_each(configs, planned, on_progress, processes, first_alone=False)
+    outcomes = plan_each(configs, planned, on_progress, processes)
     helpful = (1 - _LEAST) * plan.need.total
     advice = [
         each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
@@ -192,7 +192,7 @@ def fitting_together(
     for each in sorted(by_need, key=lambda outcome: outcome.needed_bytes):
         more = changed | {key: v for key, v in each.config.items() if key not in changed}
         if changed and more != changed:
-            (outcome,) = plan_each(loaded([more], load), planned, on_progress, 1, first_alone=True)
+            (outcome,) = plan_each(loaded([more], load), planned, on_progress, 1)
             if outcome.fits:
                 return [outcome]
             if outcome.error:  # they exclude each other
@@ -229,12 +229,9 @@ def plan_each(
     plan: Callable[[GraphTrainerConfig], Plan],
     on_progress: OnProgress,
     processes: int,
-    *,
-    first_alone: bool,
 ) -> list[Outcome]:
     """Plan changed configs, at most `processes` at once. Those of one captured step follow each
-    other, so that it is captured once; those that cannot be planned have an error. `first_alone` is
-    for `in_processes`."""
+    other, so that it is captured once; those that cannot be planned have an error."""
     by_step: dict[str, Loaded] = {}
     for change, config in configs:
         step = "" if isinstance(config, ConfigError) else what_is_captured(config)
@@ -254,9 +251,7 @@ def plan_each(
         words = ", ".join(f"{key} = {value}" for key, value in ordered[number][0].items())
         on_progress(f"{number + 1} of {len(ordered)}: {words}")
 
-    return in_processes(
-        planned, range(len(ordered)), processes, on_start=announce, first_alone=first_alone
-    )
+    return in_processes(planned, range(len(ordered)), processes, on_start=announce)
 
 
 def settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -313,7 +308,7 @@ def compare(
             if len(errors) == len(of_value):
                 why = str(errors[0]).replace(f"{COMMAND_LINE}: ", "")
                 raise ConfigError(f"--compare {key}={value}: no row can have it: {why}")
-    outcomes = plan_each(configs, plan, on_progress, processes, first_alone=True)
+    outcomes = plan_each(configs, plan, on_progress, processes)
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes
 
@@ -347,7 +342,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         list(pass_by_pass(trial, of_policy))
         return summed_up({POLICY: policy}, trial)
 
-    spread = partial(in_processes, processes=processes, first_alone=False)
+    spread = partial(in_processes, processes=processes)
     policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
     outcomes = spread(fixed, policies, on_start=lambda each: on_progress(f"the policy {each}"))
     captured = plan.captures.of(run)

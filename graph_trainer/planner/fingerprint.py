@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -15,7 +16,6 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import CostKind, flops_of, is_causal
-from graph_trainer.planner.equal_ranks import group_name
 from graph_trainer.titan.strict import Strict
 
 Item = tuple[str, str]
@@ -91,3 +91,13 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+
+
+def group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
+    """Name a group alike for all parallel groups through the ranks of a class."""
+    axes = classes.axes_of_group(ranks, rank)
+    if axes is None:  # of experts, over part of an axis: named by what its ranks have in common
+        strides = {after - before for before, after in pairwise(ranks)}
+        return f"{len(ranks)} ranks {strides.pop()} apart" if len(strides) == 1 else f"{[*ranks]}"
+    along = (f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes)
+    return " and ".join(along) or "self"

@@ -11,7 +11,6 @@ from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.simulate import Simulation
-from graph_trainer.planner.processes import Aside
 
 _NO_PASS = PassRun("", 0.0)
 
@@ -54,40 +53,22 @@ def ledger(
     *,
     on_pass: Callable[[str], None] | None = None,
     agreement: Agreement | None = None,
-    processes: int = 1,
 ) -> tuple[list[LedgerRow], Simulation]:
     """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
     A step that needs more than the limit is not refused.
 
-    Args:
-        processes: how many compute at once at most: the next passes need not wait for what is
-            simulated of a graph.
-
     Returns:
         the rows, first that of the graph as captured; and the simulation of the last graph.
     """
-    simulation: Simulation | None = None
-
-    def look() -> LedgerRow:
-        nonlocal simulation
-        simulation = simulate(joint)
-        return row_of(simulation)
-
-    made: list[tuple[PassRun, Callable[[], LedgerRow]]] = []
-    with Aside(processes) as aside:
-        runs = pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement, refuses=False)
-        for report in runs:
-            if not made or report.changed:
-                simulation = None  # and remains so where another process simulates
-                row_now = aside.begin(look)
-            made.append((report, row_now))
-        last = simulation or simulate(joint)
-        rows = []
-        for report, row in made:
-            remarks = (*report.remarks, *filter(None, [report.verified]))
-            rows.append(replace(row(), **asdict(report) | {"remarks": remarks}))
-    return rows, last
+    rows: list[LedgerRow] = []
+    for run in pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement, refuses=False):
+        if not rows or run.changed:
+            simulation = simulate(joint)
+            row = row_of(simulation)
+        remarks = (*run.remarks, *filter(None, [run.verified]))
+        rows.append(replace(row, **asdict(run) | {"remarks": remarks}))
+    return rows, simulation
 
 
 def row_of(simulation: Simulation, run: PassRun = _NO_PASS) -> LedgerRow:

@@ -200,7 +200,6 @@ def make_plan(
     every_pass: bool = True,
     agreement: AsFarAsKnown | None = None,
     captures: Captures | None = None,
-    processes: int = 1,
     device_memory: DeviceMemoryOf | None = None,
     host_memory: DeviceMemoryOf | None = None,
     on_progress: OnProgress = lambda line: None,
@@ -215,7 +214,6 @@ def make_plan(
             which is then the only row.
         agreement: the ranks that decide together; None for this one alone.
         captures: of earlier plans, for one that differs in what acts on the graph alone.
-        processes: how many compute at once at most.
         device_memory: of a rank; a step is then refused as in training, beyond this or the limit.
         host_memory: of a rank, for offloaded activations; None for its part of the hardware's.
         on_progress: called with a line before each part of the work.
@@ -255,9 +253,7 @@ def make_plan(
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     look = partial(simulate, hardware=hardware, other=passes.other_memory(joint), runtime=runtime)
     if every_pass:
-        rows, simulation = ledger(
-            joint, passes, look, on_pass=on_progress, agreement=agreement, processes=processes
-        )
+        rows, simulation = ledger(joint, passes, look, on_pass=on_progress, agreement=agreement)
     else:
         refuses = device_memory is not None
         *_, last = pass_by_pass(

@@ -1,26 +1,30 @@
-"""Run the parts of a long command in several processes, within the memory there is."""
+"""Apply a function to many items in several processes, within the cores and memory there are."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import ctypes
 import gc
 import multiprocessing
 import os
 import resource
 import signal
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar, cast
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
 
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.titan.device_memory import available_on_cpu
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of Linux's sys/prctl.h."""
+
+_work: tuple[Callable[[Any], Any], Sequence[Any]] | None = None
+"""In a forked process: its function and all items, set once when the process begins."""
 
 
 def usable_processes() -> int:
@@ -32,198 +36,82 @@ def usable_processes() -> int:
 
 
 def in_processes(
-    task: Callable[[T], R],
+    function: Callable[[T], R],
     items: Sequence[T],
     processes: int,
     *,
-    first_alone: bool = True,
     on_start: Callable[[T], None] = lambda item: None,
     on_end: Callable[[T, R], None] = lambda item, result: None,
 ) -> list[R]:
-    """Apply a task to every item; return the results in the order of the items.
+    """Apply a function to every item; return the results in the order of the items.
 
-    Other processes are forked, which have what this one has loaded and captured, as far as there
-    are cores, items and memory: one is taken to need the most that this one has had. What a task
-    leaves in a process remains there; its result is pickled. An item whose process is killed is
-    done here.
+    This process does the first item. It then forks others for the rest, which start with
+    everything that this one has loaded and captured. It forks as many as there are cores and
+    memory for, where each is assumed to need the most that this process has needed. Results are
+    pickled; functions and items are not.
 
     Args:
-        processes: the most processes, this one included.
-        first_alone: this process does the first item before others begin, so that its memory is
-            known. Leave it out where this one has done as much before.
-        on_start, on_end: called in this process, before and after each item, one at a time.
+        processes: the most processes that compute at once.
+        on_start, on_end: called in this process, in the order of the items, before the result of
+            an item is waited for and after it.
 
     Raises:
-        Exception: the error of the first item that has one, as without other processes.
+        Exception: the error of the first item that has one.
+        GraphTrainerError: a process was killed.
     """
-    results: dict[int, R] = {}
-    errors: dict[int, Exception] = {}
-    lost: list[int] = []
-    lock = threading.Lock()  # the callbacks print whole lines, in order
-    places = iter(range(len(items)))  # each is taken once, by whichever process is free
+    results: list[R] = []
 
-    def work(do: Callable[[int], R], at_most: int) -> None:
-        for _ in range(at_most):
-            with lock:
-                place = None if errors else next(places, None)
-                if place is None:
-                    return
-                on_start(items[place])
-            try:
-                results[place] = do(place)
-            except _Ended:
-                lost.append(place)
-                return
-            except Exception as error:
-                errors[place] = error
-                return
-            with lock:
-                on_end(items[place], results[place])
+    def here(item: T) -> None:
+        on_start(item)
+        results.append(function(item))
+        on_end(item, results[-1])
 
-    def here(place: int) -> R:
-        return task(items[place])
-
-    done = 1 if first_alone else 0
-    work(here, done)
-    number = min(processes, len(items) - done) - 1
-    if number > 0:
+    for item in items[:1]:
+        here(item)
+    rest = items[1:]
+    number = min(processes, len(rest))
+    if number > 1:
         number = min(number, available_on_cpu()[0] // _peak_bytes())
-    workers = [_Worker(here) for _ in range(number)]
-    threads = [threading.Thread(target=work, args=(w, len(items)), daemon=True) for w in workers]
-    try:
-        for thread in threads:
-            thread.start()
-        work(here, len(items))
-        for thread in threads:
-            thread.join()
-        if not errors:
-            places = iter(sorted(lost))
-            work(here, len(items))
-    finally:  # Ctrl-C too
-        for worker in workers:
-            worker.end()
-    if errors:
-        raise errors[min(errors)]
-    return [results[place] for place in range(len(items))]
+    if number <= 1:
+        for item in rest:
+            here(item)
+        return results
 
-
-class Aside:
-    """Forked processes that each do one task with what this process has when it begins.
-
-    Args:
-        processes: how many compute at once at most, this one included. Where that, or the memory,
-            allows no other, a task is done here at once.
-    """
-
-    def __init__(self, processes: int) -> None:
-        self._most = processes - 1
-        self._workers: list[_Worker] = []
-        self._awaited: set[_Worker] = set()
-
-    def __enter__(self) -> Aside:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for worker in self._workers:
-            worker.end()
-
-    def begin(self, task: Callable[[], R]) -> Callable[[], R]:
-        """Begin a task; return what waits for its result and returns that.
-
-        Raises:
-            Exception: of the task, by either.
-            GraphTrainerError: by the latter, where the process was killed.
-        """
-        at_work = sum(not worker.is_done() for worker in self._awaited)
-        if at_work >= min(self._most, available_on_cpu()[0] // _peak_bytes()):
-            done = task()
-            return lambda: done
-        worker = _Worker(lambda place: task(), most=1)
-        worker.begin(0)
-        self._workers.append(worker)
-        self._awaited.add(worker)
-
-        @functools.cache
-        def result() -> R:
-            self._awaited.remove(worker)
-            try:
-                return cast(R, worker.result())
-            except _Ended:
-                raise GraphTrainerError(
-                    "a process of this command was killed, most likely as memory ran out; on one "
-                    "core it starts no others: taskset -c 0 graph-trainer ..."
-                ) from None
-
-        return result
-
-
-class _Ended(Exception):
-    """Raised for an item whose process has ended."""
-
-
-class _Worker:
-    """A forked process that does the items whose places it is sent, at most so many."""
-
-    def __init__(self, do: Callable[[int], Any], most: int = sys.maxsize) -> None:
-        context = multiprocessing.get_context("fork")
-        self._connection, other = context.Pipe()
-        serving = (do, most, other, self._connection)
-        self.process = context.Process(target=_serve, args=serving, daemon=True)
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(number, fork, _begin, (function, rest)) as pool:
         with warnings.catch_warnings():
-            # of other threads: those of the libraries wait, and the progress line is not used there
+            # Python warns of a fork beside other threads: those of the libraries are idle.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
-        other.close()
-
-    def __call__(self, place: int) -> Any:
-        """Return the result of an item; see `result`."""
-        self.begin(place)
-        return self.result()
-
-    def begin(self, place: int) -> None:
-        """Begin an item. Where the process has ended, `result` says so."""
-        with contextlib.suppress(OSError):
-            self._connection.send(place)
-
-    def is_done(self) -> bool:
-        """Tell whether a result can be had, or the process has ended."""
-        return self._connection.poll()
-
-    def result(self) -> Any:
-        """Wait for the result of the item that was begun.
-
-        Raises:
-            _Ended: the process has ended.
-            Exception: of the task.
-        """
+            futures = [pool.submit(_apply, place) for place in range(len(rest))]
         try:
-            result, error = self._connection.recv()
-        except (EOFError, OSError):
-            raise _Ended from None
-        if error is not None:
-            raise error
-        return result
+            for item, future in zip(rest, futures, strict=True):
+                on_start(item)
+                results.append(future.result())
+                on_end(item, results[-1])
+        except BrokenProcessPool:
+            raise GraphTrainerError(
+                "a process of this command was killed, most likely because memory ran out: run it "
+                "on one core, where it forks no processes (taskset -c 0 graph-trainer ...)"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error, the items that have not begun
+    return results
 
-    def end(self) -> None:
-        """End the process, whatever it does."""
-        self.process.terminate()
-        self.process.join()
+
+def _begin(function: Callable[[Any], Any], items: Sequence[Any]) -> None:
+    """Prepare a forked process."""
+    global _work
+    _work = function, items
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all processes of a terminal
+    # A killed parent cannot end its processes, so Linux does.
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    gc.freeze()  # a collection that visits the parent's objects would copy their memory
 
 
-def _serve(
-    do: Callable[[int], Any], most: int, connection: Connection, others_end: Connection
-) -> None:
-    """Do items until the other process ends, or ends this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
-    gc.freeze()  # what was made before the fork: to look through it for cycles copies its memory
-    others_end.close()  # the fork has copied it: while it is open here, no end of it is seen
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        for _ in range(most):
-            place = connection.recv()
-            try:
-                connection.send((do(place), None))
-            except Exception as error:
-                connection.send((None, error))
+def _apply(place: int) -> Any:
+    assert _work is not None
+    function, items = _work
+    return function(items[place])
 
 
 def _peak_bytes() -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from functools import partial
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
@@ -22,11 +21,9 @@ from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
-from graph_trainer.planner.equal_ranks import plan_key, shortened
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
-from graph_trainer.planner.processes import in_processes
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -126,9 +123,6 @@ def plan_every_class(
 ) -> SavedPlan:
     """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
-    Every one of them is traced, with few of the layers that are alike, and is planned where another
-    with an equal step was not.
-
     The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
     At most `processes` plan at once.
 
@@ -136,13 +130,8 @@ def plan_every_class(
         GraphTrainerError: as `make_plan`, for any of the ranks.
     """
     config, world_size, hardware = plan.config, plan.world_size, plan.hardware
-    short = shortened(config)
-    classes = rank_classes(FakeRank(short, world_size, 0, hardware.device))
+    classes = rank_classes(FakeRank(config, world_size, 0, hardware.device))
     ranks = list(classes.representatives())
-
-    def key_of(rank: int) -> str:
-        captured = FakeRank(short, world_size, rank, hardware.device).capture()
-        return plan_key(captured, rank, classes, hardware.devices_per_node)
 
     def run(rank: int, agreement: AsFarAsKnown) -> tuple[PlannedClass, Passes]:
         of_rank = plan
@@ -163,13 +152,8 @@ def plan_every_class(
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)
         return planned, decided_by(joint)
 
-    def announce(rank: int, what: str) -> None:
-        on_progress(f"{what} rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
-
-    trace, make = (partial(announce, what=what) for what in ("tracing", "planning"))
-    keys = None
-    if len(ranks) > 1:
-        keys = in_processes(key_of, ranks, processes, on_start=trace, first_alone=False)
+    def announce(rank: int) -> None:
+        on_progress(f"planning rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
 
     return SavedPlan(
         schema=SCHEMA,
@@ -179,7 +163,7 @@ def plan_every_class(
         world_size=world_size,
         passes=pass_names(config),
         axes=dict(zip(classes.names, classes.labels, strict=True)),
-        classes=as_agreed(ranks, run, on_progress, processes, keys, on_start=make),
+        classes=as_agreed(ranks, run, on_progress, processes, on_start=announce),
     )
 
 
