@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 from graph_trainer.core.bisect.replay import gradients_of, named_results
-from graph_trainer.core.capture.trace import without_fused_layers
+from graph_trainer.core.capture.tracing.trace import without_fused_layers
 from graph_trainer.core.tensor_diff import Results, compare
 from graph_trainer.errors import CaptureError
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graph_trainer.core.bisect.check_capture import check_capture
     from graph_trainer.core.capture.capture import capture
     from graph_trainer.core.capture.forward_alone import capture_forward
-    from graph_trainer.core.capture.offload_regions import offload
+    from graph_trainer.core.capture.tracing.offload_regions import offload
     from graph_trainer.core.graph.joint_graph import JointGraph
     from graph_trainer.core.partition.backend import backend
     from graph_trainer.core.partition.export import ExportedStep
@@ -91,7 +91,7 @@ _MODULES = {
     "compile": "core.runtime.step",
     "cpu_backend": "core.sharding.ordered_gloo",
     "graph_pass": "core.passes.base",
-    "offload": "core.capture.offload_regions",
+    "offload": "core.capture.tracing.offload_regions",
     "partition": "core.partition.partitioned_step",
     "run_passes": "core.passes.pipeline",
     "sharded_parameters": "core.sharding.simple_fsdp",

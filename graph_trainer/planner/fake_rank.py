@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.capture.capture import capture_step
-from graph_trainer.core.capture.trace import Step
+from graph_trainer.core.capture.tracing.trace import Step
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.passes.pipeline import PassConfig

@@ -20,7 +20,7 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.agreement import published_failure

@@ -12,7 +12,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools.logging import logger
 
-from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import TrainingError
 from graph_trainer.titan.checkpoint_states import keep_generators_from

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
 from graph_trainer.core.bisect.replay import StartingPoint, eager_step, named_results
-from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
 from graph_trainer.core.graph.ops import OpOverload
 from graph_trainer.core.names import clean_fqn

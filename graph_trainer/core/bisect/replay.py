@@ -11,8 +11,8 @@ from torch import nn
 
 from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.second_step import ModuleAttributes
-from graph_trainer.core.capture.trace import LossFn, without_fused_layers
+from graph_trainer.core.capture.refusals.second_step import ModuleAttributes
+from graph_trainer.core.capture.tracing.trace import LossFn, without_fused_layers
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn

@@ -12,7 +12,7 @@ from torch import nn
 from graph_trainer.core.analysis.node_diff import NodeDifference, first_differing_node
 from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.agreement import Agreement

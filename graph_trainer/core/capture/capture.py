@@ -16,23 +16,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.capture.exchanged_counts import trace_counts
-from graph_trainer.core.capture.extend import extend
-from graph_trainer.core.capture.fake_mode import fake_mode
-from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
-from graph_trainer.core.capture.model_state import (
-    ModelState,
+from graph_trainer.core.capture.refusals.inputs import (
     refuse_batch_with_gradient,
     refuse_shared_memory,
     refuse_state_among_constants,
-    state_of,
 )
-from graph_trainer.core.capture.offload_regions import tag_offload_regions
-from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
-from graph_trainer.core.capture.rng_replay import refuse_draws_of_python
-from graph_trainer.core.capture.second_step import ModuleAttributes, check_second_step
-from graph_trainer.core.capture.side_effects import is_reviewed_file, refuse_leftovers
-from graph_trainer.core.capture.trace import LossFn, Step, StepTrace
+from graph_trainer.core.capture.refusals.second_step import ModuleAttributes, check_second_step
+from graph_trainer.core.capture.refusals.side_effects import is_reviewed_file, refuse_leftovers
+from graph_trainer.core.capture.repetition.extend import check_left_out_unused, extend
+from graph_trainer.core.capture.repetition.repeated_layers import (
+    NotRepeated,
+    Repetition,
+    repetition_in,
+)
+from graph_trainer.core.capture.tracing.exchanged_counts import trace_counts
+from graph_trainer.core.capture.tracing.fake_mode import fake_mode
+from graph_trainer.core.capture.tracing.fsdp_roles import find_fsdp_roles
+from graph_trainer.core.capture.tracing.model_state import ModelState, state_of
+from graph_trainer.core.capture.tracing.offload_regions import tag_offload_regions
+from graph_trainer.core.capture.tracing.rng_replay import refuse_draws_of_python
+from graph_trainer.core.capture.tracing.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
@@ -160,7 +163,7 @@ def _captured(
     batch = Batch(step.args, step.kwargs)
     batch_tensors = batch.take(Call(model, step.args, step.kwargs))
     of_batch = batch.inputs(batch_tensors)
-    traced_state, apart = state.parted(repetition.left_out() if repetition else set())
+    traced_state, left_out_state = state.parted(repetition.left_out() if repetition else set())
 
     devices = {spec.layout.device.type for spec in (*state.inputs, *of_batch)}
     settings = ModuleSettings.of(model, devices)
@@ -194,7 +197,7 @@ def _captured(
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
         left_out = []
-        for spec, tensor in zip(apart.inputs, apart.tensors, strict=True):
+        for spec, tensor in zip(left_out_state.inputs, left_out_state.tensors, strict=True):
             stand_in = wrap(list(map(fake_of_left_out, unwrap(tensor)[0])), spec.layout)
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
@@ -208,7 +211,8 @@ def _captured(
 
     with ModuleAttributes(model) as attributes:
         graph_module, trace = traced()
-        refuse_state_among_constants(graph_module, state, trace.apart)
+        check_left_out_unused(graph_module, trace.left_out)
+        refuse_state_among_constants(graph_module, state.inputs, state.tensors)
         changes = attributes.changes()
         if changes or users_own:
             check_second_step(graph_module, traced()[0], trace.inputs, changes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.capture import capture_step
-from graph_trainer.core.capture.trace import Step
+from graph_trainer.core.capture.tracing.trace import Step
 from graph_trainer.core.graph.annotations import loss_gradient_of, set_input_name, value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import ModelOutputs

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
-from graph_trainer.core.capture.model_state import refuse_shared_memory
+from graph_trainer.core.capture.refusals.inputs import refuse_shared_memory
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import erase_unused

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
+from graph_trainer.core.capture.refusals.inputs import (
+    refuse_batch_with_gradient,
+    refuse_shared_memory,
+)
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import autocast_enabled

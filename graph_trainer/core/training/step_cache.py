@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch, HoldsTensors, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from graph_trainer.core.capture.model_state import state_of
-from graph_trainer.core.capture.repeated_layers import repetition_in
+from graph_trainer.core.capture.repetition.repeated_layers import repetition_in
+from graph_trainer.core.capture.tracing.model_state import state_of
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
 from tests.unit.core.capture.conftest import reasons

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graph_trainer as gt
-from graph_trainer.core.capture.trace import without_fused_layers
+from graph_trainer.core.capture.tracing.trace import without_fused_layers
 
 
 def net(width=8):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
+from graph_trainer.core.capture.tracing.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,

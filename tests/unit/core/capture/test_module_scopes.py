@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
-from graph_trainer.core.capture.module_scopes import LOSS_MODULE
+from graph_trainer.core.capture.tracing.module_scopes import LOSS_MODULE
 from graph_trainer.core.graph.annotations import Phase, module_of, phase_of
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.names import clean_fqn

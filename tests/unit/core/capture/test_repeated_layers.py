@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_trainer.core.capture.capture as capture_module
 from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.extend import extend
 from graph_trainer.core.capture.forward_alone import capture_forward
-from graph_trainer.core.capture.model_state import state_of
-from graph_trainer.core.capture.repeated_layers import repetition_in
+from graph_trainer.core.capture.repetition.extend import extend
+from graph_trainer.core.capture.repetition.repeated_layers import repetition_in
+from graph_trainer.core.capture.tracing.model_state import state_of
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
 from graph_trainer.testing import fake_mesh, mean_square
 from tests.unit.core.capture.equal_steps import assert_equal

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
+from graph_trainer.core.capture.tracing.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.graph.collective_kinds import (
     FUNCTIONAL_NAMESPACES,
     KINDS,

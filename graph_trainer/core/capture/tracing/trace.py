@@ -16,19 +16,19 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.capture.model_state import ModelState
-from graph_trainer.core.capture.module_scopes import Scopes
-from graph_trainer.core.capture.output_aliasing import TakenMemory
-from graph_trainer.core.capture.rng_replay import RandomDraws, share_repeated_draws
-from graph_trainer.core.capture.second_step import place_of
-from graph_trainer.core.capture.side_effects import (
+from graph_trainer.core.capture.refusals.second_step import place_of
+from graph_trainer.core.capture.refusals.side_effects import (
     Assignments,
     SideEffects,
     is_library_file,
     refuse_sparse,
     refuse_uninitialised,
 )
-from graph_trainer.core.capture.views import let_views_copy, views_out_of_place
+from graph_trainer.core.capture.tracing.model_state import ModelState
+from graph_trainer.core.capture.tracing.module_scopes import Scopes
+from graph_trainer.core.capture.tracing.output_aliasing import TakenMemory
+from graph_trainer.core.capture.tracing.rng_replay import RandomDraws, share_repeated_draws
+from graph_trainer.core.capture.tracing.views import let_views_copy, views_out_of_place
 from graph_trainer.core.graph.annotations import Phase, annotation, copy_annotations, value_of
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.ops import storage_roots
@@ -73,7 +73,7 @@ class StepTrace:
     step: Step
     inputs: list[Input]
     state: ModelState
-    apart: list[tuple[Input, torch.Tensor, torch.Tensor]]
+    left_out: list[tuple[Input, torch.Tensor, torch.Tensor]]
     """The tensors of layers that are left out, which are not inputs of the graph. Each is described
     and has a stand-in, which the step must not use; the last is the model's tensor."""
     batch: Batch
@@ -170,7 +170,7 @@ class StepTrace:
         ]
         before = [place_of(part) for part in flat]
         count = len(self.state.tensors)
-        state = [*zip(self.inputs, tensors, self.state.tensors, strict=False), *self.apart]
+        state = [*zip(self.inputs, tensors, self.state.tensors, strict=False), *self.left_out]
         stand_ins = {id(real): stand_in for _, stand_in, real in state}
         # a stand-in takes the attributes that were set on the model's tensor, and counts as a
         # parameter where that is one
@@ -187,7 +187,7 @@ class StepTrace:
             for spec, tensor in zip(self.inputs, tensors, strict=True)
             if self.step.backward and spec.kind is InputKind.PARAMETER and spec.requires_grad
         ]
-        watched = [*leaves, *((spec.name, stand_in) for spec, stand_in, _ in self.apart)]
+        watched = [*leaves, *((spec.name, stand_in) for spec, stand_in, _ in self.left_out)]
         # Backward runs inside too: checkpointed blocks read their parameters again there.
         with (
             swap_tensors(self.step.model, stand_ins),
@@ -266,7 +266,7 @@ class StepTrace:
                         f"the step sets attribute '{name}' of {spec.kind.value} '{spec.name}', "
                         "which no graph does: keep it in a buffer, or set it outside of the step"
                     )
-        for spec, stand_in, real in self.apart:
+        for spec, stand_in, real in self.left_out:
             # where a layer is traced, autograd shows both
             if stand_in.requires_grad != real.requires_grad or tensor_hooks(stand_in)[0]:
                 raise CaptureError(f"the step sets requires_grad or a hook of '{spec.name}'")
@@ -287,7 +287,7 @@ class StepTrace:
         self, kind: InputKind, stand_ins: dict[int, torch.Tensor]
     ) -> dict[str, tuple[Input, torch.Tensor]]:
         """Return the stand-ins of one kind, by each of their names."""
-        specs = [*self.state.inputs, *(spec for spec, _, _ in self.apart)]
+        specs = [*self.state.inputs, *(spec for spec, _, _ in self.left_out)]
         pairs = zip(specs, stand_ins.values(), strict=True)
         of_kind = [(spec, tensor) for spec, tensor in pairs if spec.kind is kind]
         return {name: pair for pair in of_kind for name in (pair[0].name, *pair[0].aliases)}

@@ -1,94 +1,42 @@
-"""The tensors of a model that a captured step takes as inputs."""
+"""Refuse tensors that a step may not read: state among its constants, and parts of its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.capture.repeated_layers import NotRepeated
 from graph_trainer.core.graph.signature import Input, InputKind, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError
 
 
-@dataclass(slots=True)
-class ModelState:
-    """The model's tensors, each once, with every name it has."""
-
-    tensors: list[torch.Tensor]
-    inputs: list[Input]
-
-    def parted(self, ids: Set[int]) -> tuple[ModelState, ModelState]:
-        """Return the tensors without those of some ids, and these, each in their order."""
-        parts = ModelState([], []), ModelState([], [])
-        for tensor, spec in zip(self.tensors, self.inputs, strict=True):
-            part = parts[id(tensor) in ids]
-            part.tensors.append(tensor)
-            part.inputs.append(spec)
-        return parts
-
-
-def state_of(model: nn.Module) -> ModelState:
-    """List parameters, then buffers, each tensor once under its first name.
-
-    Raises:
-        CaptureError: a tensor that no graph can hold, or a module that is not in Python.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"module '{clean_fqn(name)}' is scripted or traced by torch.jit, which hides its "
-                "operators: capture the Python module that it was made of"
-            )
-    known: dict[int, tuple[InputKind, torch.Tensor, list[str]]] = {}
-    for kind, named in (
-        (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
-        (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
-    ):
-        for name, tensor in named:
-            known.setdefault(id(tensor), (kind, tensor, []))[2].append(clean_fqn(name))
-    state = ModelState([], [])
-    for kind, tensor, (name, *aliases) in known.values():
-        _, layout = unwrap(tensor, name)
-        state.tensors.append(tensor)
-        state.inputs.append(Input(kind, name, layout, tensor.requires_grad, tuple(aliases)))
-    return state
+def names_of_storages(tensors: Iterable[tuple[Input, torch.Tensor]]) -> dict[int, str]:
+    """Return the name of each tensor by the storages of its plain tensors."""
+    return {storage_id(part): spec.name for spec, tensor in tensors for part in unwrap(tensor)[0]}
 
 
 def refuse_state_among_constants(
-    graph_module: fx.GraphModule,
-    state: ModelState,
-    apart: Iterable[tuple[Input, torch.Tensor, torch.Tensor]],
+    graph_module: fx.GraphModule, inputs: Sequence[Input], tensors: Sequence[torch.Tensor]
 ) -> None:
     """Refuse a constant of the graph that is a tensor of the model or requires a gradient.
 
     A tensor that forward does not read through an attribute of the model becomes a constant of
     the graph: right for a table, and silently wrong for anything that training changes.
 
+    Args:
+        inputs, tensors: parameters and buffers of the model.
+
     Raises:
         CaptureError: with the name of the tensor, or its shape and dtype.
-        NotRepeated: with the name of one whose stand-in the step uses: its layer is left out.
     """
-    of_left_out = {
-        storage_id(part): spec.name for spec, stand_in, _ in apart for part in unwrap(stand_in)[0]
-    }
-    names = {
-        storage_id(part): spec.name
-        for spec, tensor in zip(state.inputs, state.tensors, strict=True)
-        for part in unwrap(tensor)[0]
-    }
+    names = names_of_storages(zip(inputs, tensors, strict=True))
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
         if not isinstance(constant, torch.Tensor):
             continue
-        used = of_left_out.get(storage_id(constant))
-        if used is not None:
-            raise NotRepeated(f"the step uses '{used}' beside its layer")
         if isinstance(constant, FakeTensor):
             raise CaptureError(
                 f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} without "

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.capture.side_effects import user_line
+from graph_trainer.core.capture.refusals.side_effects import user_line
 from graph_trainer.core.graph.annotations import copy_annotations, module_of, tensors_of, value_of
 from graph_trainer.core.graph.ops import (
     OpOverload,

@@ -40,7 +40,7 @@ REVIEWED = ("torchtitan", "transformers")
 """Packages whose models, as they are installed, are known to keep no state in a step."""
 # Frames of torch and of this package are not the user's code.
 _LIBRARIES = tuple(
-    f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[2])
+    f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[3])
 )
 
 

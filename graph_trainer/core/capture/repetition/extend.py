@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.capture.model_state import ModelState
-from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition
-from graph_trainer.core.capture.trace import StepTrace
+from graph_trainer.core.capture.refusals.inputs import names_of_storages
+from graph_trainer.core.capture.repetition.repeated_layers import NotRepeated, Repetition
+from graph_trainer.core.capture.tracing.model_state import ModelState
+from graph_trainer.core.capture.tracing.trace import StepTrace
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotations_of,
@@ -31,10 +32,10 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.data_sizes import depends_on_data, exact_layout, has_data_sizes
 from graph_trainer.core.graph.ops import argument_nodes
-from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
+from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import node_like
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.torch_private import LazyGraphModule, pytree, value_of_copy
+from graph_trainer.core.torch_private import LazyGraphModule, pytree, storage_id, value_of_copy
 
 FIRST, SECOND, MIDDLE, LAST = range(4)
 """The periods that were traced."""
@@ -68,6 +69,24 @@ def extend(
     extension = _Extension(graph_module.graph, trace, repetition, placeholders)
     extension.check()
     return LazyGraphModule(graph_module, extension.written())
+
+
+def check_left_out_unused(
+    graph_module: fx.GraphModule, left_out: Sequence[tuple[Input, torch.Tensor, torch.Tensor]]
+) -> None:
+    """Check that no constant of a graph is the stand-in of a tensor of a layer that was left out.
+
+    Args:
+        left_out: of each such tensor its input, its stand-in in the trace and the tensor.
+
+    Raises:
+        NotRepeated: with the name of the tensor.
+    """
+    names = names_of_storages((spec, stand_in) for spec, stand_in, _ in left_out)
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph_module, str(node.target), None)
+        if isinstance(constant, torch.Tensor) and storage_id(constant) in names:
+            raise NotRepeated(f"the step uses '{names[storage_id(constant)]}' beside its layer")
 
 
 def _add_inputs(
