@@ -145,7 +145,9 @@ def advise(
     outcomes = plan_each(configs, planned, on_progress, processes)
     helpful = (1 - _LEAST) * plan.need.total
     advice = [
-        each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
+        outcome
+        for outcome in outcomes
+        if not outcome.error and (outcome.fits or outcome.needed_bytes < helpful)
     ]
     return sorted(advice, key=lambda outcome: (not outcome.fits, outcome.needed_bytes))
 
@@ -160,7 +162,7 @@ def fewest_ranks(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[
     if plan.config.parallelism.data_parallel_shard_degree != -1:
         return []
     at_peak = plan.simulation.memory.peak_by_category()
-    sharded = sum(at_peak[each] for each in _SHARDED)
+    sharded = sum(at_peak[category] for category in _SHARDED)
     for more in (2, 4, 8, 16, 32, 64):
         if plan.headroom_bytes + sharded * (1 - 1 / more) < 0:
             continue
@@ -184,13 +186,13 @@ def fitting_together(
         the first of these runs that fits; nothing where none does, or where one change is enough, a
         higher limit left aside.
     """
-    by_need = [each for each in advice if KEY not in each.config]
-    if any(each.fits for each in by_need):
+    by_need = [outcome for outcome in advice if KEY not in outcome.config]
+    if any(outcome.fits for outcome in by_need):
         return []
     planned = partial(_planner_of(plan), world_size=plan.world_size, captures=plan.captures)
     changed: Change = {}
-    for each in sorted(by_need, key=lambda outcome: outcome.needed_bytes):
-        more = changed | {key: v for key, v in each.config.items() if key not in changed}
+    for outcome in sorted(by_need, key=lambda outcome: outcome.needed_bytes):
+        more = changed | {key: v for key, v in outcome.config.items() if key not in changed}
         if changed and more != changed:
             (outcome,) = plan_each(loaded([more], load), planned, on_progress, 1)
             if outcome.fits:
@@ -267,9 +269,9 @@ def settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     for text in texts:
         key, equals, values = text.partition("=")
         between = ";" if ";" in values else ","
-        each = tuple(v.strip() for v in values.split(between) if v.strip())
+        entries = tuple(v.strip() for v in values.split(between) if v.strip())
         key = key.strip().removeprefix("--").replace("-", "_")
-        if not key or not equals or not each:
+        if not key or not equals or not entries:
             raise ConfigError(
                 f"--compare {text}: write key=value,value, such as "
                 "parallelism.fsdp_reshard_after_forward=always,never; values that are lists are "
@@ -277,13 +279,16 @@ def settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             )
         if key in values_of:
             raise ConfigError(f"--compare {key} is given twice: write all its values in one")
-        values_of[key] = tuple(dict.fromkeys(each))
+        values_of[key] = tuple(dict.fromkeys(entries))
     return values_of
 
 
 def combinations(wanted: Mapping[str, Sequence[str]]) -> list[Change]:
     """List all combinations of values by key, in the order in which the values are given."""
-    return [dict(zip(wanted, each, strict=True)) for each in itertools.product(*wanted.values())]
+    return [
+        dict(zip(wanted, combination, strict=True))
+        for combination in itertools.product(*wanted.values())
+    ]
 
 
 def compare(
@@ -304,7 +309,7 @@ def compare(
     for key, values in wanted.items():
         for value in values:
             of_value = [config for change, config in configs if change[key] == value]
-            errors = [each for each in of_value if isinstance(each, ConfigError)]
+            errors = [config for config in of_value if isinstance(config, ConfigError)]
             if len(errors) == len(of_value):
                 why = str(errors[0]).replace(f"{COMMAND_LINE}: ", "")
                 raise ConfigError(f"--compare {key}={value}: no row can have it: {why}")
@@ -344,23 +349,28 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
 
     spread = partial(in_processes, processes=processes)
     policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
-    outcomes = spread(fixed, policies, on_start=lambda each: on_progress(f"the policy {each}"))
+    outcomes = spread(fixed, policies, on_start=lambda policy: on_progress(f"the policy {policy}"))
     captured = plan.captures.of(run)
     planned = with_policy(passes, "budget", reshard_after_forward="auto")
     context = run_before(captured, planned, plan_memory)
     plans = plans_between(captured, context, _PLANS)
 
-    def between(each: tuple[int, Callable[[], JointGraph]]) -> Outcome:
-        outcome = summed_up({POLICY: "budget"}, each[1]())
+    def between(kept_and_trial: tuple[int, Callable[[], JointGraph]]) -> Outcome:
+        _, trial = kept_and_trial
+        outcome = summed_up({POLICY: "budget"}, trial())
         limit = math.ceil(outcome.needed_bytes / GIB * 1e4) / 1e4
         return replace(outcome, config=outcome.config | {KEY: f"{limit:.4f}"})
 
-    limited = spread(
-        between, plans, on_start=lambda each: on_progress(f"a plan that keeps {gib(each[0])} GiB")
-    )
+    def announce(kept_and_trial: tuple[int, Callable[[], JointGraph]]) -> None:
+        kept_bytes, _ = kept_and_trial
+        on_progress(f"a plan that keeps {gib(kept_bytes)} GiB")
+
+    limited = spread(between, plans, on_start=announce)
     fastest = math.inf
-    for each in sorted(limited, key=lambda each: (each.needed_bytes, each.step_seconds)):
-        if each.step_seconds < fastest:
-            outcomes.append(each)
-            fastest = each.step_seconds
+    for outcome in sorted(
+        limited, key=lambda outcome: (outcome.needed_bytes, outcome.step_seconds)
+    ):
+        if outcome.step_seconds < fastest:
+            outcomes.append(outcome)
+            fastest = outcome.step_seconds
     return outcomes

@@ -43,11 +43,11 @@ def check_imbalances(flag: str, imbalances: Sequence[float], config: GraphTraine
             f"{flag}: {_DEGREE} = 1: every rank has all experts and computes its own tokens, "
             "wherever they go: set a greater degree, or leave the flag out"
         )
-    for each in imbalances:
-        if each > degree:
+    for imbalance in imbalances:
+        if imbalance > degree:
             raise ConfigError(
-                f"{flag} {each:g}: {_DEGREE} = {degree}, so a rank that receives all tokens has "
-                f"{degree} times its even share: write 1 to {degree}"
+                f"{flag} {imbalance:g}: {_DEGREE} = {degree}, so a rank that receives all tokens "
+                f"has {degree} times its even share: write 1 to {degree}"
             )
 
 
@@ -143,15 +143,15 @@ def _replayed(plan: Plan, routing: Routing) -> tuple[ExpertLoad, dict[str, float
     highest, worst, worst_step = 0.0, even, 0
     most, slowest, slow_step = 0, even, 0
     fullest = [0 for _ in even]
-    for each in routing.microbatches:
-        ranks = received_rows(plan, routing, each)
+    for microbatch in routing.microbatches:
+        ranks = received_rows(plan, routing, microbatch)
         peaks = peak_of(ranks)
         rank = max(range(len(ranks)), key=peaks.__getitem__)
         if peaks[rank] > highest:
-            highest, worst, worst_step = peaks[rank], ranks[rank], each.step
+            highest, worst, worst_step = peaks[rank], ranks[rank], microbatch.step
         of_any = [max(layer) for layer in zip(*ranks, strict=True)]
         if sum(of_any) > most:
-            most, slowest, slow_step = sum(of_any), of_any, each.step
+            most, slowest, slow_step = sum(of_any), of_any, microbatch.step
         fullest = [max(pair) for pair in zip(fullest, of_any, strict=True)]
     layers = {
         block_of(exchange.module) or "": number / share
@@ -189,17 +189,17 @@ def _peaks(plan: Plan) -> Callable[[list[list[int]]], list[float]]:
     return peaks
 
 
-def received_rows(plan: Plan, routing: Routing, each: RoutedMicrobatch) -> list[list[int]]:
+def received_rows(plan: Plan, routing: Routing, microbatch: RoutedMicrobatch) -> list[list[int]]:
     """Return by rank, of the run or of one expert-parallel group, the rows of every exchange."""
     degree = plan.config.parallelism.expert_parallel_degree
     sizes = data_sizes(plan)
-    of_ranks = each.received
+    of_ranks = microbatch.received
     if (routing.world_size, routing.expert_parallel_degree) != (plan.world_size, degree):
         of_ranks = None
     if of_ranks is None:  # the experts of a rank follow each other
         part = routing.num_experts // degree
         starts = range(0, routing.num_experts, part)
-        of_ranks = [[sum(layer[i : i + part]) for i in starts] for layer in each.tokens]
+        of_ranks = [[sum(layer[i : i + part]) for i in starts] for layer in microbatch.tokens]
     rows = []
     for exchange, even in zip(sizes.exchanges, sizes.received_rows(), strict=True):
         tokens = of_ranks[routing.layers.index(block_of(exchange.module) or "")]

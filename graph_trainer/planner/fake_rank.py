@@ -85,9 +85,9 @@ class FakeRank:
             (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence],
             of the part of a sequence that this rank has; and the keyword arguments of the model.
         """
-        given, labels = batch_of_zeros(self.config.training, "meta", self.parallel_dims.cp)
+        inputs, labels = batch_of_zeros(self.config.training, "meta", self.parallel_dims.cp)
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
-        return (given.pop("input"), labels, valid_tokens), given
+        return (inputs.pop("input"), labels, valid_tokens), inputs
 
     def capture(self) -> JointGraph:
         """Capture the joint graph that training captures on this rank.
@@ -155,8 +155,8 @@ def flash_attention_as_on_gpu() -> Iterator[None]:
         if half and (attn_mask is not None or value.shape[-1] != query.shape[-1]):
             # cuDNN's takes a mask, and computes what it hides as well, and values of their own size
             cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-            given = (query, key, value, attn_mask)
-            return cudnn(*given, True, dropout_p, is_causal, False, scale=scale)[0]
+            inputs = (query, key, value, attn_mask)
+            return cudnn(*inputs, True, dropout_p, is_causal, False, scale=scale)[0]
         if half:
             # The kernel reads fewer keys than queries as they are, so enable_gqa changes nothing.
             flash = torch.ops.aten._scaled_dot_product_flash_attention

@@ -83,9 +83,9 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
             name = f"{'causal' if is_causal(node) else 'full'} {name}"
         where = f"in module '{module_of(node)}' (node {node.name})"
         ops.append((f"{name} {_shape(tensors_of(node)[0])}", where))
-    for each in issued_by(joint, classes.num_ranks):
-        text = entry_text(each.entry, group(each.entry[1]))
-        collectives.append((f"{text}, {waited_text(each)}", each.where))
+    for issued in issued_by(joint, classes.num_ranks):
+        text = entry_text(issued.entry, group(issued.entry[1]))
+        collectives.append((f"{text}, {waited_text(issued)}", issued.where))
     return Fingerprint(inputs=tuple(inputs), ops=tuple(ops), collectives=tuple(collectives))
 
 

@@ -19,13 +19,13 @@ class Measure(NamedTuple):
     """A unit and how many places stand after the point."""
 
     unit: str
-    each: float
+    scale: float
     """Bytes or seconds of one."""
     places: int
 
     def digits(self, value: float) -> str:
         """Format a value without the unit."""
-        return f"{value / self.each:,.{self.places}f}"
+        return f"{value / self.scale:,.{self.places}f}"
 
     def text(self, value: float) -> str:
         """Format a value with the unit: '16.28 GiB'."""
@@ -41,11 +41,11 @@ def measure(kind: str, values: Iterable[float], significant: int = 4) -> Measure
     """
     largest = max(map(abs, values), default=0.0)
     units = _UNITS[kind]
-    unit, each = next((each for each in units if largest >= each[1]), units[-1])
+    unit, scale = next((scale for scale in units if largest >= scale[1]), units[-1])
     if kind == "count" or unit == "B":
-        return Measure(unit, each, 0)
-    before = int(math.log10(max(1.0, largest / each))) + 1
-    return Measure(unit, each, min(3 if unit == "s" else 2, max(0, significant - before)))
+        return Measure(unit, scale, 0)
+    before = int(math.log10(max(1.0, largest / scale))) + 1
+    return Measure(unit, scale, min(3 if unit == "s" else 2, max(0, significant - before)))
 
 
 def size(num_bytes: float, among: Sequence[float] = ()) -> str:

@@ -81,9 +81,9 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "limit_bytes": plan.limit_bytes,
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
-        "advice": [_advice(each) for each in plan.advice],
+        "advice": [_advice(change) for change in plan.advice],
         "memory_table": _memory_table(plan),
-        "memory_curve": [_curve_point(each) for each in plan.memory_curve],
+        "memory_curve": [_curve_point(point) for point in plan.memory_curve],
         "expert_loads": dataclasses.asdict(plan.expert_loads) if plan.expert_loads else None,
         "microbatches": plan.microbatches,
         "graph_seconds": simulation.timeline.step_seconds,
@@ -118,16 +118,18 @@ def readable_report(plan: Plan) -> dict[str, Any]:
     def described(name: str) -> str:
         node = nodes[name]
         op, _, _ = getattr(node.target, "__name__", node.op).partition(".")
-        said = name if name.startswith(op) else f"{name}, {op}"  # names are ops with a number
-        return said + (f" in {owner}" if (owner := owner_of(node)) else "")
+        description = (
+            name if name.startswith(op) else f"{name}, {op}"
+        )  # names are ops with a number
+        return description + (f" in {owner}" if (owner := owner_of(node)) else "")
 
     report["peak"]["node"] = described(report["peak"]["node"])
-    for each in report["peak"]["largest"]:
-        each["node"] = described(each["node"])
-    for each in report["exposed_by_module"]:
-        each["purpose"] = PURPOSES[each["role"]]
-        held = each["holds_up"]
-        each["holds_up"] = described(held) if held else "the end of the step"
+    for allocation in report["peak"]["largest"]:
+        allocation["node"] = described(allocation["node"])
+    for wait in report["exposed_by_module"]:
+        wait["purpose"] = PURPOSES[wait["role"]]
+        reader = wait["holds_up"]
+        wait["holds_up"] = described(reader) if reader else "the end of the step"
     return report
 
 
@@ -183,9 +185,9 @@ def _spare(plan: Plan) -> str:
         if row.name == rematerialize.name
     )
     seconds += sum(
-        each.seconds
-        for each in plan.simulation.timeline.exposed
-        if each.traffic is Traffic.UNSHARD and is_backward(each.wait)
+        exposed.seconds
+        for exposed in plan.simulation.timeline.exposed
+        if exposed.traffic is Traffic.UNSHARD and is_backward(exposed.wait)
     )
     part = plan.microbatches * seconds / plan.step_seconds
     room = plan.headroom_bytes / plan.allowed_bytes

@@ -170,7 +170,7 @@ def plan_every_class(
 def pass_names(config: GraphTrainerConfig) -> tuple[str, ...]:
     """Return the names of the passes that a config selects, in order."""
     passes = resolve_passes(config.compile.passes, config.compile.disable_passes)
-    return tuple(each.name for each in passes)
+    return tuple(pass_.name for pass_ in passes)
 
 
 def _predicted(plan: Plan) -> Predicted:

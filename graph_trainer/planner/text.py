@@ -46,7 +46,7 @@ def report_text(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield Text(report["spare"])
     if report["advice"]:
         yield advice_table(report)
-    if not report["fits"] and not any(each["fits"] for each in report["advice"]):
+    if not report["fits"] and not any(change["fits"] for change in report["advice"]):
         tried = "None of these makes it fit, nor do they together" if report["advice"] else ""
         yield Text(f"{tried or 'No setting would help'}: use hardware with more memory.")
 
@@ -100,8 +100,8 @@ def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
             if change.strip("-0.,"):
                 cells[-1].append(f"\n{'' if now < before else '+'}{change}", style="dim")
         shown.append(cells)
-    moved = tuple(each for each in table.columns if str(each.header).startswith("moved"))
-    nodes, *kinds = (each for each in table.columns[1:-3] if each not in moved)
+    moved = tuple(column for column in table.columns if str(column.header).startswith("moved"))
+    nodes, *kinds = (column for column in table.columns[1:-3] if column not in moved)
     table.optional = (moved, (nodes,), tuple(kinds))
     idle = []
     for row, *cells in zip(ledger, *shown, strict=True):
@@ -193,7 +193,7 @@ def _kept_table(rows: list[dict[str, Any]]) -> PlainTable:
 
 def _curve_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of step times over memory, the fewest bytes first."""
-    rows = sorted(report["memory_curve"], key=lambda each: each["peak_bytes"])
+    rows = sorted(report["memory_curve"], key=lambda point: point["peak_bytes"])
     return _table(
         "Step time over memory: fixed policies, and the best plan within a limit",
         ("policy", "text", _of(rows, "policy")),
@@ -209,11 +209,11 @@ def experts_table(rows: Sequence[dict[str, Any]]) -> PlainTable:
     return _table(
         "Experts: what the fullest rank receives, in times of an even share",
         ("tokens", "name", _of(rows, "what")),
-        ("imbalance", "text", [f"{each['imbalance']:,.2f}" for each in rows]),
+        ("imbalance", "text", [f"{row['imbalance']:,.2f}" for row in rows]),
         ("peak", "bytes", _of(rows, "peak_bytes")),
         ("needs", "bytes", _of(rows, "needed_bytes")),
         ("step", "seconds", _where_it_fits(rows, "step_seconds")),
-        ("fits", "text", ["yes" if each["fits"] else "NO" for each in rows]),
+        ("fits", "text", ["yes" if row["fits"] else "NO" for row in rows]),
     )
 
 
@@ -238,11 +238,11 @@ def advice_table(report: dict[str, Any]) -> PlainTable:
     rows = report["advice"]
     return _table(
         "What would help most",
-        ("flags", "name", [" ".join(each["flags"]).replace(" --", "\n--") for each in rows]),
+        ("flags", "name", [" ".join(row["flags"]).replace(" --", "\n--") for row in rows]),
         ("needs", "bytes", _of(rows, "needed_bytes")),
         ("saves", "bytes", [report["needed_bytes"] - num for num in _of(rows, "needed_bytes")]),
         ("tok/s/GPU", "count", _where_it_fits(rows, "tokens_per_second_per_gpu")),
-        ("fits", "text", ["yes" if each["fits"] else "no" for each in rows]),
+        ("fits", "text", ["yes" if row["fits"] else "no" for row in rows]),
     )
 
 

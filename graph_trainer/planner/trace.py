@@ -131,24 +131,24 @@ def trace_events(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
         yield _metadata("thread_name", rank, tid, name=track)
         yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
     issued: dict[str, Slice] = {}
-    for number, each in enumerate(slices(simulation)):
-        waited = each.collective.node.name if each.collective and each.kind == WAIT else None
+    for number, slice_ in enumerate(slices(simulation)):
+        waited = slice_.collective.node.name if slice_.collective and slice_.kind == WAIT else None
         event = {
             "ph": "X",
             "pid": rank,
-            "tid": threads[each.track],
-            "ts": each.start / 1000,
-            "dur": (each.end - each.start) / 1000,
-            "name": each.node.name if waited is None else f"wait for {waited}",
-            "cat": each.kind,
-            "args": _args(each),
+            "tid": threads[slice_.track],
+            "ts": slice_.start / 1000,
+            "dur": (slice_.end - slice_.start) / 1000,
+            "name": slice_.node.name if waited is None else f"wait for {waited}",
+            "cat": slice_.kind,
+            "args": _args(slice_),
         }
         if waited is None:
-            issued[each.node.name] = each
+            issued[slice_.node.name] = slice_
             yield event
         else:
             yield event | {"cname": _RED}
-            yield from _arrow(rank, threads, issued[waited], each, number)
+            yield from _arrow(rank, threads, issued[waited], slice_, number)
     yield from _memory(simulation, rank)
 
 
@@ -195,22 +195,22 @@ def _memory(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
         before = alive
 
 
-def _args(each: Slice) -> dict[str, Any]:
-    args: dict[str, Any] = {"node": each.node.name, "op": str(each.node.target)}
-    phase, module = phase_of(each.node), module_of(each.node)
-    if each.cost is not None:
-        args |= {"bytes": each.bytes, "flops": each.cost.flops}
-    if each.collective is not None:
-        of = each.collective
+def _args(slice_: Slice) -> dict[str, Any]:
+    args: dict[str, Any] = {"node": slice_.node.name, "op": str(slice_.node.target)}
+    phase, module = phase_of(slice_.node), module_of(slice_.node)
+    if slice_.cost is not None:
+        args |= {"bytes": slice_.bytes, "flops": slice_.cost.flops}
+    if slice_.collective is not None:
+        of = slice_.collective
         phase, module = phase or of.phase, module or of.module
         args |= {
-            "role": each.traffic.value if each.traffic else None,
+            "role": slice_.traffic.value if slice_.traffic else None,
             "parameter": of.parameter,
             "collective": of.node.name,
-            "bytes": each.bytes,
+            "bytes": slice_.bytes,
             "dtype": str(of.dtype),
             "ranks": len(of.ranks),
         }
-    if each.kind == WAIT:
-        args["holds_up"] = each.delayed.name if each.delayed else "the end of the step"
+    if slice_.kind == WAIT:
+        args["holds_up"] = slice_.delayed.name if slice_.delayed else "the end of the step"
     return args | {"phase": phase.value if phase else None, "module": module}

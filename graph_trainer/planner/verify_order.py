@@ -113,22 +113,30 @@ def rank_classes(run: FakeRank) -> RankClasses:
         kind = known.setdefault(shapes, len(known))
         for axis, coordinate in enumerate(place):
             kinds_at[axis].setdefault(coordinate, []).append(kind)
-    for apart in ((0, -1), (0,), ()):
-        labels = tuple(_numbered(list(kinds_of.values()), apart) for kinds_of in kinds_at)
-        if math.prod(len(set(of)) for of in labels) <= MOST_CLASSES:
+    # First and last coordinate with classes of their own; the first alone; neither.
+    for first, last in ((True, True), (True, False), (False, False)):
+        labels = tuple(
+            _class_numbers(list(kinds_of.values()), first=first, last=last) for kinds_of in kinds_at
+        )
+        if math.prod(len(set(numbers)) for numbers in labels) <= MOST_CLASSES:
             break
     return RankClasses(tuple(axes), labels)
 
 
-def _numbered(kinds: list[list[int]], apart: tuple[int, ...]) -> tuple[int, ...]:
-    """Number the classes of coordinates along an axis; those at `apart` are alone in theirs."""
-    alone = {range(len(kinds))[place] for place in apart}
+def _class_numbers(kinds: list[list[int]], *, first: bool, last: bool) -> tuple[int, ...]:
+    """Number the classes of coordinates along an axis: one for each kind, and one more for the
+    `first` and the `last` coordinate where these are asked for."""
+    separate: set[int] = set()
+    if first:
+        separate.add(0)
+    if last:
+        separate.add(len(kinds) - 1)
     classes: dict[object, int] = {}
-    labels = []
-    for place, kind in enumerate(kinds):
-        key = (tuple(kind), place if place in alone else None)
-        labels.append(classes.setdefault(key, len(classes)))
-    return tuple(labels)
+    numbers = []
+    for coordinate, kind in enumerate(kinds):
+        key = (tuple(kind), coordinate if coordinate in separate else None)
+        numbers.append(classes.setdefault(key, len(classes)))
+    return tuple(numbers)
 
 
 def _layout_of(parameter: torch.Tensor) -> _Layout:
@@ -173,8 +181,8 @@ def _local_shape(layout: _Layout, sizes: tuple[int, ...], place: tuple[int, ...]
                     "known of dp_replicate, fsdp, tp, ep and efsdp: read the graph of every rank, "
                     "by --verify-order --all-ranks"
                 )
-        each = -(-local[dim] // size)
-        local[dim] = max(0, min(each, local[dim] - coordinate * each))
+        rows = -(-local[dim] // size)
+        local[dim] = max(0, min(rows, local[dim] - coordinate * rows))
     return tuple(local)
 
 

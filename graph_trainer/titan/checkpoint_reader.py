@@ -199,12 +199,12 @@ def _check_bytes(value: Any, name: str) -> None:
     seen: dict[int, Any] = {}  # alive, so that no id is given twice
     pending = [value]
     while pending:
-        each = pending.pop()
-        if id(each) in seen:
+        entry = pending.pop()
+        if id(entry) in seen:
             continue
-        seen[id(each)] = each
-        if isinstance(each, bytes | bytearray):
-            pickled = io.BytesIO(each)
+        seen[id(entry)] = entry
+        if isinstance(entry, bytes | bytearray):
+            pickled = io.BytesIO(entry)
             try:
                 pending.append(_Unpickler(pickled, name).load())
             except CheckpointError:
@@ -213,10 +213,10 @@ def _check_bytes(value: Any, name: str) -> None:
                 raise _refused(f"{name} holds bytes that are not a pickle of data") from error
             if pickled.read(1):
                 raise _refused(f"{name} holds bytes that are not a pickle of data alone")
-        elif isinstance(each, Mapping):
-            pending += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple | set | frozenset):
-            pending += each
-        if not isinstance(each, type):
+        elif isinstance(entry, Mapping):
+            pending += [*entry.keys(), *entry.values()]
+        elif isinstance(entry, list | tuple | set | frozenset):
+            pending += entry
+        if not isinstance(entry, type):
             # A pickle may set attributes, also of an OrderedDict, and pass a tensor its hooks.
-            pending += [getattr(each, "__dict__", None), getattr(each, "_backward_hooks", None)]
+            pending += [getattr(entry, "__dict__", None), getattr(entry, "_backward_hooks", None)]

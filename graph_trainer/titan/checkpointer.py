@@ -104,7 +104,7 @@ class CheckedCheckpointManager(CheckpointManager):
         self.remedy = ""
         """What to do about a checkpoint that lacks values which are to be loaded; empty for what
         the keys of [checkpoint] can do."""
-        self.elsewhere = "set checkpoint.folder to another folder"
+        self.remedy_for_folder = "set checkpoint.folder to another folder"
         """What to do about a folder that cannot be written."""
         if self.saves_at(0, last_step=True) and self.last_save_in_hf:
             self._for_hugging_face(self.states[MODEL].state_dict())  # not after days of training
@@ -182,7 +182,7 @@ class CheckedCheckpointManager(CheckpointManager):
                 "state_dict_adapter leave that out, or convert it."
             )
         tied = _tied(weights)
-        return {name: each.contiguous() for name, each in weights.items() if name not in tied}
+        return {name: weight.contiguous() for name, weight in weights.items() if name not in tied}
 
     def _save_for_hugging_face(self, weights: dict[str, Any], staging: Path) -> None:
         """Write each rank's parts of the weights, then the files of an export, and publish it.
@@ -195,8 +195,8 @@ class CheckedCheckpointManager(CheckpointManager):
         wanted = adapter.fqn_to_index_mapping or {}
         # of experts, to_hf returns on each rank those that it has
         local = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in weights.items()}
-        whole = dict(ChainMap(*_on_all_ranks(lambda: local)))
-        index = {name: wanted.get(name, 1) for name in whole}
+        gathered = dict(ChainMap(*_on_all_ranks(lambda: local)))
+        index = {name: wanted.get(name, 1) for name in gathered}
         dcp.save(
             weights,
             storage_writer=HuggingFaceStorageWriter(
@@ -208,7 +208,7 @@ class CheckedCheckpointManager(CheckpointManager):
         # what is split or merged there, is so within a block of the model
         convert: _Convert = getattr(adapter, "whole_to_hf", dict)
         blocks: dict[tuple[str, str], dict[str, torch.Tensor]] = defaultdict(dict)
-        for name, value in whole.items():
+        for name, value in gathered.items():
             blocks[files[name], name if convert is dict else block_of(name) or ""][name] = value
 
         def join() -> Sums:
@@ -221,9 +221,9 @@ class CheckedCheckpointManager(CheckpointManager):
         def complete(sums: Sums) -> None:
             shutil.rmtree(parts)
             held = {n: file for (file, _), block in blocks.items() for n in convert(block)}
-            size = sum(each.nbytes for each in whole.values())
-            said = {"metadata": {"total_size": size}, "weight_map": held}
-            (staging / HF_INDEX).write_text(json.dumps(said, indent=2), encoding="utf-8")
+            size = sum(tensor.nbytes for tensor in gathered.values())
+            index_file = {"metadata": {"total_size": size}, "weight_map": held}
+            (staging / HF_INDEX).write_text(json.dumps(index_file, indent=2), encoding="utf-8")
             self.beside_weights(self.export_dtype, staging)
             publish(staging, sums if self._verify else None)
 
@@ -254,7 +254,7 @@ class CheckedCheckpointManager(CheckpointManager):
             raise CheckpointError(
                 f"the checkpoint {unfinished} could not be written: {_reasons(error)}. {left} "
                 "are as they were. Free space or correct the cause named above, or "
-                f"{self.elsewhere}, then start again."
+                f"{self.remedy_for_folder}, then start again."
             ) from error
 
     def _purge_stale_checkpoints(self) -> None:
@@ -368,7 +368,7 @@ class CheckedCheckpointManager(CheckpointManager):
                 weights = self.sd_adapter.to_hf(state_dict)
                 tied = _tied(weights)  # of which an export has the first
                 dcp.load(
-                    {name: each for name, each in weights.items() if name not in tied},
+                    {name: weight for name, weight in weights.items() if name not in tied},
                     storage_reader=self.sd_adapter.get_hf_storage_reader(
                         checkpoint_id, from_quantized
                     ),
@@ -450,9 +450,9 @@ def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
         result = error
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, result)
-    for each in results:
-        if isinstance(each, Exception):
-            raise each
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     return results
 
 
@@ -468,7 +468,7 @@ def _tied(tensors: dict[str, Any]) -> dict[str, str]:
             if first != name:
                 tied[name] = first
     # parts without elements, which some ranks have, may look like the same memory
-    everywhere = set.intersection(*(set(each.items()) for each in _on_all_ranks(lambda: tied)))
+    everywhere = set.intersection(*(set(names.items()) for names in _on_all_ranks(lambda: tied)))
     return {name: first for name, first in tied.items() if (name, first) in everywhere}
 
 
@@ -479,8 +479,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     except KeyError:
         return ""
     length = int.from_bytes(data[:8], "little")
-    said = json.loads(data[8 : 8 + length])["x"]
-    return str(said["dtype"]) if said["shape"] == [1] else ""  # float4 counts its halves
+    description = json.loads(data[8 : 8 + length])["x"]
+    # float4 counts its halves
+    return str(description["dtype"]) if description["shape"] == [1] else ""
 
 
 def _write_whole(
@@ -502,8 +503,8 @@ def _write_whole(
     end = 0
     for name, value in ordered:
         start, end = end, end + value.nbytes
-        said = {"dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
-        header[name] = said | {"data_offsets": [start, end]}
+        description = {"dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+        header[name] = description | {"data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with contextlib.ExitStack() as opened:
@@ -522,11 +523,11 @@ def _write_whole(
 
 def _joined(name: str, like: torch.Tensor, parts: Iterable[tuple[Any, Any]]) -> torch.Tensor:
     """Return a weight, joined of what the ranks' files hold of it."""
-    whole, missing = torch.empty(like.shape, dtype=like.dtype), like.numel()
+    tensor, missing = torch.empty(like.shape, dtype=like.dtype), like.numel()
     for part, places in parts:
         if name in places:
             piece, first = part.get_tensor(name), places[name]["saved_offsets"]
-            whole[tuple(map(slice, first, map(int.__add__, first, piece.shape)))] = piece
+            tensor[tuple(map(slice, first, map(int.__add__, first, piece.shape)))] = piece
             missing -= piece.numel()
     assert missing == 0, f"no rank wrote {missing} values of {name}"
-    return whole
+    return tensor

@@ -289,8 +289,8 @@ class _Softmax:
         # A label that is not a row of the head keeps an index that is out of bounds on every rank:
         # all ranks raise, and none waits for another in a collective.
         inside = (targets >= 0) & (targets < shard.vocabulary)
-        elsewhere = ~self._valid | (inside & ~self._is_local)
-        self._index = torch.where(elsewhere, 0, index)
+        other_rows = ~self._valid | (inside & ~self._is_local)
+        self._index = torch.where(other_rows, 0, index)
         # A rank without rows has no maximum; minus infinity is the one that changes nothing.
         maximum = (
             logits.amax(1, keepdim=True)

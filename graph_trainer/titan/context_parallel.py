@@ -127,7 +127,7 @@ def _on_ranks(attend: Any, group: dist.ProcessGroup, gathers: bool) -> Any:
     ) -> torch.Tensor:
         if gathers:
             return attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
-        whole = heads_to_ranks((q_BLNH, k_BLNH, v_BLNH), group)
-        return heads_from_ranks(attend(*whole, **options), group)
+        sequences = heads_to_ranks((q_BLNH, k_BLNH, v_BLNH), group)
+        return heads_from_ranks(attend(*sequences, **options), group)
 
     return forward

@@ -130,8 +130,8 @@ def process_group_timeouts() -> Iterator[None]:
     set_one = getattr(dist, "set_timeout", set_process_group_timeout)
 
     def set_timeout(timeout: timedelta, group: Any = None) -> None:
-        for each in (group, *(groups_made() if group is None else ())):
-            set_one(timeout, each)
+        for process_group in (group, *(groups_made() if group is None else ())):
+            set_one(timeout, process_group)
 
     with patch.object(dist, "set_timeout", set_timeout, create=True):
         yield

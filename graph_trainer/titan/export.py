@@ -38,11 +38,11 @@ def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
     block: Any = next(iter(getattr(model, "layers", ())), None)
     if type(model) not in (Llama3Model.Config, Qwen3Model.Config) or block.feed_forward is None:
         path = Path(config.hf_assets_path) / "config.json"
-        said: Any = model.config_json() if hasattr(model, "config_json") else None
-        return said or (json.loads(path.read_text("utf-8")) if path.is_file() else None)
+        architecture: Any = model.config_json() if hasattr(model, "config_json") else None
+        return architecture or (json.loads(path.read_text("utf-8")) if path.is_file() else None)
     attention, rope = block.attention, block.attention.rope
     name = "Llama" if isinstance(model, Llama3Model.Config) else "Qwen3"
-    said = {
+    architecture = {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),
         "vocab_size": model.vocab_size,
@@ -60,26 +60,31 @@ def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
     if rope.scaling == "llama":
         names = "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
         scaling = {"rope_type": "llama3", "factor": rope.scaling_factor}
-        said["rope_scaling"] = scaling | {name: getattr(rope, name) for name in names}
-    return said
+        architecture["rope_scaling"] = scaling | {name: getattr(rope, name) for name in names}
+    return architecture
 
 
 def write_beside_weights(
-    said: dict[str, Any] | None, config: GraphTrainerConfig, dtype: torch.dtype, folder: Path
+    architecture: dict[str, Any] | None,
+    config: GraphTrainerConfig,
+    dtype: torch.dtype,
+    folder: Path,
 ) -> None:
     """Write config.json, with what `described` returned, and the tokenizer of a run."""
     ids: dict[str, Any] = {}
-    own = isinstance(config.tokenizer, ByteBPETokenizer.Config)
-    tokenizer = Path(config.dump_folder, TOKENIZER) if own else Path(config.hf_assets_path)
+    learned = isinstance(config.tokenizer, ByteBPETokenizer.Config)
+    tokenizer = Path(config.dump_folder, TOKENIZER) if learned else Path(config.hf_assets_path)
     if (tokenizer / "tokenizer.json").is_file():
         for file in itertools.chain(*map(tokenizer.glob, _TOKENIZER_FILES)):
             shutil.copy(file, folder)
         read = HuggingFaceTokenizer(tokenizer_path=str(tokenizer))
         ids = {"bos_token_id": read.bos_id, "eos_token_id": read.eos_id}
-    if missing := ["tokenizer.json"] * (not ids) + ["config.json"] * (said is None):
+    if missing := ["tokenizer.json"] * (not ids) + ["config.json"] * (architecture is None):
         logger.warning(f"Put {' and '.join(missing)} into {folder.parent}: none is known here")
-    if said is not None:
-        text = json.dumps(said | ids | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
+    if architecture is not None:
+        text = json.dumps(
+            architecture | ids | {"dtype": str(dtype).removeprefix("torch.")}, indent=2
+        )
         (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -123,7 +128,7 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
         none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
         manager = section.build(model_parts=[], states={}, sd_adapter=adapter, **none)
         manager.beside_weights = partial(write_beside_weights, described(config), config)
-        manager.elsewhere = "name another one with --to"
+        manager.remedy_for_folder = "name another one with --to"
         manager.initial_load_path = str(checkpoint)  # the only one that could be read
         manager.remedy = (
             "It is of another model than --config names: give --module and --config of its run."

@@ -48,7 +48,7 @@ def why_no_folder(path: Path) -> str:
     """Try to write to a folder that there is, or that could be made; return why that is impossible,
     or an empty text."""
     path = Path(os.path.abspath(path))
-    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:

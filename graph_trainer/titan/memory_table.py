@@ -24,17 +24,17 @@ def from_ranges(ranges: Sequence[str]) -> list[str]:
         PydanticCustomError: a name or a range that is not one of blocks.
     """
     names = []
-    for each in ranges:
-        match = _RANGE.fullmatch(each)
+    for entry in ranges:
+        match = _RANGE.fullmatch(entry)
         if match and int(match[2]) <= int(match[3]):
             names += [f"{match[1]}{number}" for number in range(int(match[2]), int(match[3]) + 1)]
-        elif not match and _BLOCK.fullmatch(each):
-            names.append(each)
+        elif not match and _BLOCK.fullmatch(entry):
+            names.append(entry)
         else:
             raise PydanticCustomError(
                 "blocks",
                 "'{name}' is not a block; write a block as layers.7, several as layers.0-7",
-                {"name": each},
+                {"name": entry},
             )
     return names
 

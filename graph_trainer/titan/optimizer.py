@@ -110,7 +110,7 @@ def with_shared_settings(config: Any) -> Any:
     for name in SHARED:
         taking = [g.optimizer_kwargs for g in config.param_groups if _taken(g, {name: ...})]
         values = [kwargs.get(name) for kwargs in taking]
-        if values and values[0] is not None and all(each == values[0] for each in values):
+        if values and values[0] is not None and all(value == values[0] for value in values):
             shared[name] = values[0]
     groups = []
     for group in config.param_groups:

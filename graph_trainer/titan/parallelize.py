@@ -67,10 +67,10 @@ def parallelize_decoder(
     sections = {"parallelism": parallelism, "training": training}
     for key, supported in SUPPORTED.items():
         section, _, name = key.partition(".")
-        given = getattr(sections[section], name)
-        if given != supported:
+        value = getattr(sections[section], name)
+        if value != supported:
             raise ConfigError(
-                f"{key} is {given!r}, which graph_trainer's sharding does not support: set it to "
+                f"{key} is {value!r}, which graph_trainer's sharding does not support: set it to "
                 f"{supported!r}"
             )
     ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one

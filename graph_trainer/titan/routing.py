@@ -98,10 +98,10 @@ class Routing(Strict):
     def _check_shapes(self) -> Routing:
         """Check that every microbatch counts the same layers, experts and ranks, and tokens."""
         experts = len(self.microbatches[0].tokens[0]) if self.microbatches[0].tokens else 0
-        for number, each in enumerate(self.microbatches):
+        for number, microbatch in enumerate(self.microbatches):
             for name, rows, length in (
-                ("tokens", each.tokens, experts),
-                ("received", each.received, self.world_size),
+                ("tokens", microbatch.tokens, experts),
+                ("received", microbatch.received, self.world_size),
             ):
                 if rows is None:
                     continue
@@ -112,8 +112,8 @@ class Routing(Strict):
                 else:
                     continue
                 raise PydanticCustomError("shape", f"microbatches.{number}.{name}: {problem}")
-            of_ranks = each.received if self.expert_parallel_degree > 1 else None
-            if of_ranks is not None and [*map(sum, each.tokens)] != [*map(sum, of_ranks)]:
+            of_ranks = microbatch.received if self.expert_parallel_degree > 1 else None
+            if of_ranks is not None and [*map(sum, microbatch.tokens)] != [*map(sum, of_ranks)]:
                 problem = "tokens and received have different sums in a layer"
                 raise PydanticCustomError("sums", f"microbatches.{number}: {problem}")
         return self
@@ -216,21 +216,21 @@ class RoutingRecorder:
             tokens, received = both[:, :experts], both[:, experts:]
             # without expert parallelism the ranks of tensor parallelism count the same tokens
             counted_by = 1 if self._dims.ep_enabled else self._dims.tp
-            each = RoutedMicrobatch(
+            microbatch = RoutedMicrobatch(
                 step=step,
                 microbatch=self._microbatch,
                 tokens=(tokens // counted_by).tolist(),
                 received=received.tolist(),
             )
-            self._keep(each)
+            self._keep(microbatch)
 
-    def _keep(self, each: RoutedMicrobatch) -> None:
+    def _keep(self, microbatch: RoutedMicrobatch) -> None:
         """Keep a microbatch if it is one of the most uneven: by the most that one rank's experts
         received in all layers, then by the most that one expert received in a layer."""
-        tokens, received = torch.tensor(each.tokens), torch.tensor(each.received)
+        tokens, received = torch.tensor(microbatch.tokens), torch.tensor(microbatch.received)
         unevenness = int(received.sum(dim=0).max()), int(tokens.max())
         self._seen += 1
-        entry = (unevenness, self._seen, each)
+        entry = (unevenness, self._seen, microbatch)
         most = max(1, _MOST_NUMBERS // (tokens.numel() + received.numel()))
         if len(self._kept) < min(_MOST_MICROBATCHES, most):
             heapq.heappush(self._kept, entry)
@@ -247,17 +247,17 @@ class RoutingRecorder:
         shape = (dist.get_world_size(), self._dims.ep, tuple(self._buffers()))
         if (earlier.world_size, earlier.expert_parallel_degree, earlier.layers) != shape:
             return
-        for each in earlier.microbatches:
-            if each.step < step and each.received is not None:
-                self._keep(each)
+        for microbatch in earlier.microbatches:
+            if microbatch.step < step and microbatch.received is not None:
+                self._keep(microbatch)
 
     def write(self) -> None:
         """Write what is kept, on rank 0, if it is not what the file has, which is whole at any
         time. Where that is impossible the log says so: no training ends for it."""
         if dist.get_rank() != 0 or not self._has_news:
             return
-        kept = [each for _, _, each in self._kept]
-        kept.sort(key=lambda each: (each.step, each.microbatch))
+        kept = [microbatch for _, _, microbatch in self._kept]
+        kept.sort(key=lambda microbatch: (microbatch.step, microbatch.microbatch))
         routing = Routing.model_construct(
             schema=SCHEMA,
             world_size=dist.get_world_size(),

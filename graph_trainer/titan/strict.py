@@ -39,14 +39,17 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
     # The schema comes first: all else may be right in a file of another kind. Then an unknown key,
     # which may be the misspelt name of one that is missing.
     errors = error.errors(include_url=False)
-    errors.sort(key=lambda each: (each["loc"] != ("schema",), each["type"] != "extra_forbidden"))
+    errors.sort(key=lambda e: (e["loc"] != ("schema",), e["type"] != "extra_forbidden"))
     first = errors[0]
-    key, problem, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
+    key, problem = ".".join(map(str, first["loc"])), first["msg"]
+    found_value = first["input"]
     if first["type"] == "extra_forbidden":
         problem += did_you_mean(str(first["loc"][-1]), known, "; did you mean {}?")
     if not key or first["type"] == "missing":  # the value would be the table around it
         return f"{key}: {problem}" if key else problem
     # JSON has no words for NaN and infinity.
-    is_number = isinstance(given, float)
-    value = str(given) if is_number else json.dumps(given, ensure_ascii=False, default=str)
+    is_number = isinstance(found_value, float)
+    value = str(found_value)
+    if not is_number:
+        value = json.dumps(found_value, ensure_ascii=False, default=str)
     return f"{key} = {value if len(value) <= 80 else value[:77] + '...'}: {problem}"

@@ -77,7 +77,7 @@ class GraphTrainer(Trainer):
     def __init__(self, config: GraphTrainerConfig) -> None:
         checked = with_text_of_training(config)  # a copy: what is saved stays as it was given
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
-        said = described(config)
+        architecture = described(config)
         super().__init__(checked)
         (self._model,) = self.model_parts
         if config.model_spec is not None:
@@ -120,7 +120,7 @@ class GraphTrainer(Trainer):
                 self.validator, make_validation, within=self._naming_who_is_missing
             )
         if isinstance(self.checkpointer, CheckedCheckpointManager):
-            self.checkpointer.beside_weights = partial(write_beside_weights, said, config)
+            self.checkpointer.beside_weights = partial(write_beside_weights, architecture, config)
             if self.checkpointer.enable:
                 generators = Generators(self.parallel_dims, self.device)
                 self.checkpointer.states[GENERATORS] = generators

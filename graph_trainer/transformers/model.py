@@ -164,7 +164,7 @@ class TransformersModel(BaseModel):
         of = {"dtype": torch.get_default_dtype(), "attn_implementation": kernel}
         of["experts_implementation"] = _EXPERTS
         self.path, self.causal_lm = config.path, AutoModelForCausalLM.from_config(hf, **of)
-        if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
+        if not all(getattr(module, "is_causal", True) for module in self.causal_lm.modules()):
             raise ConfigError(
                 f"with this config {cls.__name__} sees the tokens that it is to predict. Set "
                 "is_decoder in config.json, or name another model"
@@ -176,7 +176,7 @@ class TransformersModel(BaseModel):
         """The transformer blocks, which torchtitan's activation checkpointing wraps in eager."""
         blocks = self.causal_lm.config.get_text_config().num_hidden_layers
         lists = [m for m in self.causal_lm.modules() if isinstance(m, nn.ModuleList)]
-        return next(each for each in lists if len(each) == blocks)
+        return next(blocks_of for blocks_of in lists if len(blocks_of) == blocks)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None, **_: Any

@@ -84,19 +84,19 @@ def read_weights(folder: Path, lm: Any, state: Mapping[str, torch.Tensor]) -> No
         state: the tensors to fill, by the model's names.
     """
     with _files(folder) as files:
-        for name, whole in _converted(lm, files, lambda name: files[name].get_tensor(name)):
-            if whole.shape == state[name].shape:
-                local, part = local_and_part(state[name], whole)
+        for name, weight in _converted(lm, files, lambda name: files[name].get_tensor(name)):
+            if weight.shape == state[name].shape:
+                local, part = local_and_part(state[name], weight)
                 local.copy_(part)
 
 
 def local_and_part(
-    parameter: torch.Tensor, whole: torch.Tensor
+    parameter: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return this rank's part of a parameter, and of a whole tensor with as many rows."""
     if isinstance(parameter, DTensor):
-        return parameter.to_local().detach(), shard_of(whole, parameter)
-    return parameter.detach(), whole
+        return parameter.to_local().detach(), shard_of(weight, parameter)
+    return parameter.detach(), weight
 
 
 @contextlib.contextmanager

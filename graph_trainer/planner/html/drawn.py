@@ -80,19 +80,19 @@ def _lanes(plan: Plan, texts: dict[str, int]) -> list[dict[str, Any]]:
     for track in sorted(tracks(simulation), key=lambda track: track == WAITS):
         lanes[track] = {"title": track, "waits": track == WAITS, "group": track not in _NO_GROUP}
         lanes[track] |= {name: [] for name in columns}
-    for each in slices(simulation):
-        collective = each.collective
+    for slice_ in slices(simulation):
+        collective = slice_.collective
         values = (
-            position[each.node],
-            each.start,
-            each.end - each.start,
-            kinds[each.kind],
-            each.bytes,
-            each.cost.flops if each.cost else 0,
+            position[slice_.node],
+            slice_.start,
+            slice_.end - slice_.start,
+            kinds[slice_.kind],
+            slice_.bytes,
+            slice_.cost.flops if slice_.cost else 0,
             texts[(collective.parameter if collective else "") or ""],
             position[collective.node] if collective else -1,
-            position[each.delayed] if each.delayed else -1,
+            position[slice_.delayed] if slice_.delayed else -1,
         )
         for name, value in zip(columns, values, strict=True):
-            lanes[each.track][name].append(value)
+            lanes[slice_.track][name].append(value)
     return list(lanes.values())

@@ -39,10 +39,10 @@ def write_page(plan: Plan, file: IO[str]) -> None:
     """
     report = readable_report(plan)
     points: list[_Point] = []
-    for each in report["memory_curve"]:
-        limit, policy = each["limit_bytes"], each["policy"]
+    for point in report["memory_curve"]:
+        limit, policy = point["limit_bytes"], point["policy"]
         label, name = ("", f"limit {size(limit)}") if limit else (policy, policy)
-        points.append((label, bool(limit), each["needed_bytes"], each["step_seconds"], name))
+        points.append((label, bool(limit), point["needed_bytes"], point["step_seconds"], name))
     _write(
         "page.html.jinja",
         file,
@@ -71,7 +71,7 @@ def write_comparison(document: dict[str, Any], model: str, allowed: int, file: I
     best, points = 0.0, []
     numbered = [(str(n), row) for n, row in enumerate(document["rows"], 1) if not row["error"]]
     for number, row in sorted(
-        numbered, key=lambda each: (each[1]["needed_bytes"], -each[1]["tokens_per_second_per_gpu"])
+        numbered, key=lambda row: (row[1]["needed_bytes"], -row[1]["tokens_per_second_per_gpu"])
     ):
         speed = row["tokens_per_second_per_gpu"]
         name = ", ".join(f"{key} = {value}" for key, value in row["config"].items())
@@ -94,15 +94,15 @@ def _curve(points: list[_Point], kind: str, allowed: int, bound: str) -> dict[st
     unit = y.unit or "tokens/s/GPU"
     shown = [
         {
-            "x": needed / x.each,
-            "y": value / y.each,
+            "x": needed / x.scale,
+            "y": value / y.scale,
             "label": label,
             "line": on_line,
             "text": f"{name}: needs {x.text(needed)}, {y.digits(value)} {unit}",
         }
         for label, on_line, needed, value, name in sorted(points, key=lambda point: point[2])
     ]
-    limit = {"x": allowed / x.each, "text": f"{x.text(allowed)} of {bound}"}
+    limit = {"x": allowed / x.scale, "text": f"{x.text(allowed)} of {bound}"}
     return {"points": shown, "x_unit": x.unit, "y_unit": unit, "limit": limit}
 
 
@@ -157,7 +157,7 @@ def fit_text(report: dict[str, Any]) -> str:
 def plain(value: Any) -> str:
     """Format a value of a hardware profile."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {plain(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {plain(entry)}" for key, entry in value.items())
     return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 

@@ -66,7 +66,7 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
     # of step 0, a seed, the model alone is read
     if step and "train_state" not in section.exclude_from_loading and _holds_model_alone(path):
         problem = f"{path} holds the model alone, as does the last one of a run"
-        earlier = max((each for each in steps if each < step), default=None)
+        earlier = max((saved for saved in steps if saved < step), default=None)
         remedy = (
             f"Set checkpoint.load_step = {earlier}, or begin" if earlier is not None else "Begin"
         )
@@ -137,8 +137,8 @@ def _without_checkpoints(section: Any, origins: Origins) -> Iterator[Problem]:
     """
     switched, default = origins.of("checkpoint.enable"), type(section)()
     for name in ("load_step", "initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
-        given = origins.of(f"checkpoint.{name}") if switched != COMMAND_LINE else ""
-        if given not in ("", switched) and getattr(section, name) != getattr(default, name):
+        origin = origins.of(f"checkpoint.{name}") if switched != COMMAND_LINE else ""
+        if origin not in ("", switched) and getattr(section, name) != getattr(default, name):
             yield Problem(
                 f"checkpoint.{name}",
                 "checkpoint.enable is false, and so no checkpoint is read or written",

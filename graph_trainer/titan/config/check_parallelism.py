@@ -58,10 +58,10 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
         problem = "not how graph_trainer splits a sequence"
         remedy = 'Set "headtail", or leave it out.'
         yield Problem("parallelism.context_parallel_load_balancer", problem, remedy, (_DEGREE,))
-    each = tensor if parallelism.enable_sequence_parallel else 1
-    parts = 2 * degree * each
+    shards = tensor if parallelism.enable_sequence_parallel else 1
+    parts = 2 * degree * shards
     if seq_len % parts:
-        by_tensor = f", and sequence parallelism each of them into {each}" if each > 1 else ""
+        by_tensor = f", and sequence parallelism each of them into {shards}" if shards > 1 else ""
         yield Problem(
             "training.seq_len",
             f"not divisible by {parts}: {_DEGREE} = {degree} splits a sequence into {2 * degree} "

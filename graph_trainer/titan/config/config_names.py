@@ -18,7 +18,7 @@ DEFAULT_CONFIG = "debugmodel"
 def known_modules() -> list[str]:
     """Return the packages of configs that graph_trainer has itself."""
     registries = Path(__file__).parents[2].glob("*/config_registry.py")
-    return sorted(f"graph_trainer.{each.parent.name}" for each in registries)
+    return sorted(f"graph_trainer.{registry.parent.name}" for registry in registries)
 
 
 def no_such_module(asked: str, name: str) -> ConfigError:
@@ -28,10 +28,10 @@ def no_such_module(asked: str, name: str) -> ConfigError:
         asked: the flag, or file and key, with the name.
     """
     known = known_modules()
-    own = [each.parent.name for each in Path.cwd().glob("*/config_registry.py")]
-    short = [each.rpartition(".")[2] for each in known]
+    local = [registry.parent.name for registry in Path.cwd().glob("*/config_registry.py")]
+    short = [module.rpartition(".")[2] for module in known]
     return ConfigError(
-        f"{asked}: no such module of configs. {did_you_mean(name, [*known, *short, *own], GUESS)}"
+        f"{asked}: no such module of configs. {did_you_mean(name, [*known, *short, *local], GUESS)}"
         f"Known modules: {', '.join(known)}; or name a package of your own with a "
         "config_registry module."
     )

@@ -25,7 +25,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
     except FileNotFoundError:
         siblings = sorted(p.name for p in path.parent.glob("*.toml"))
         stems = [name.removesuffix(".toml") for name in siblings]
-        near = [f"{each}.toml" for each in nearest(path.stem, stems)]
+        near = [f"{stem}.toml" for stem in nearest(path.stem, stems)]
         guess = f"Did you mean {' or '.join(near)}? " if near else ""
         remedy = f"TOML files there: {', '.join(siblings)}." if siblings else "Check the path."
         raise ConfigError(f"{key} {path}: there is no such file. {guess}{remedy}") from None
