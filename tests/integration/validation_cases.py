@@ -65,8 +65,8 @@ def validate(folder: Path, mode: str) -> dict[str, Any]:
         graphs = trainer.validator.step.joint_graphs()
         result["graphs"] = [graph.history for graph in graphs]
         result["outputs"] = [[o.name for o in graph.signature.outputs] for graph in graphs]
-        modes = [graph.settings.training.values() for graph in graphs]
-        result["in_training"] = any(itertools.chain(*modes))
+        modules = itertools.chain(*(graph.captured_call.model.modules for graph in graphs))
+        result["in_training"] = any(module.training for module in modules)
         joint = graphs[0]  # the one used longest ago
         batch, labels = next(batches)
         batch = {k: v[: SIZES[0]] for k, v in batch.items()}

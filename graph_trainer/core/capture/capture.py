@@ -37,11 +37,14 @@ from graph_trainer.core.capture.tracing.offload_regions import tag_offload_regio
 from graph_trainer.core.capture.tracing.rng_replay import refuse_draws_of_python
 from graph_trainer.core.capture.tracing.trace import LossFn, Step, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
-from graph_trainer.core.graph.call import Call
-from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.captured_call import (
+    CapturedBatch,
+    CapturedCall,
+    CapturedModel,
+    flatten,
+)
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap, wrap
@@ -160,13 +163,13 @@ def _captured(
     step: Step, state: ModelState, users_own: bool, repetition: Repetition | None
 ) -> JointGraph:
     model, backward = step.model, step.backward
-    batch = Batch(step.args, step.kwargs)
-    batch_tensors = batch.take(Call(model, step.args, step.kwargs))
+    batch = CapturedBatch(step.args, step.kwargs)
+    leaves, _ = flatten(step.args, step.kwargs)
+    batch_tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     of_batch = batch.inputs(batch_tensors)
     traced_state, left_out_state = state.parted(repetition.left_out() if repetition else set())
 
-    devices = {spec.layout.device.type for spec in (*state.inputs, *of_batch)}
-    settings = ModuleSettings.of(model, devices)
+    captured_model = CapturedModel.of(model)
     for spec, tensor in zip(of_batch, batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
@@ -242,10 +245,9 @@ def _captured(
     joint = JointGraph(
         graph_module,
         signature,
-        batch,
+        CapturedCall(batch, captured_model.without(changes)),
         type(model).__name__,
         weakref.ref(model),
-        settings.without(changes),
     )
     find_fsdp_roles(joint)
     tag_offload_regions(joint)

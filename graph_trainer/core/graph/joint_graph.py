@@ -15,9 +15,8 @@ from typing import Any
 from torch import fx, nn
 
 from graph_trainer.core.graph.annotations import Phase, input_name, phase_of, tensors_of
-from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.captured_call import CapturedCall
 from graph_trainer.core.graph.collective_kinds import Ranks
-from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import ModelOutputs
 from graph_trainer.core.graph.signature import Input, InputKind, OutputKind, Signature, with_parts
 from graph_trainer.core.torch_private import inputs_of
@@ -33,14 +32,12 @@ class JointGraph:
     """Its placeholders are plain tensors and its output is a flat tuple of tensors."""
     signature: Signature
     """What each placeholder and output means."""
-    batch: Batch | None = None
-    """The captured (args, kwargs), to check later calls against; None for a graph by hand."""
+    call: CapturedCall | None = None
+    """What later calls are compared with; None for a graph by hand."""
     model_type: str = ""
     """Name of the module's class, for messages."""
     model: weakref.ref[nn.Module] | None = None
     """The captured model; None where it is not known."""
-    settings: ModuleSettings | None = None
-    """Of the captured model; None where they are not known."""
     history: list[str] = field(default_factory=list)
     """Names of the passes that ran on this graph, in order."""
     decisions: dict[str, Any] = field(default_factory=dict)
@@ -54,15 +51,15 @@ class JointGraph:
     """The ranks of the process groups that were looked up: the groups may be gone by now."""
 
     @property
-    def captured_batch(self) -> Batch:
-        """`batch` of a graph that was captured.
+    def captured_call(self) -> CapturedCall:
+        """`call` of a graph that was captured.
 
         Raises:
             CaptureError: the graph was made by hand, without a call to compare later ones with.
         """
-        if self.batch is None:
+        if self.call is None:
             raise CaptureError("a graph that was made by hand takes no batch: capture a step")
-        return self.batch
+        return self.call
 
     @property
     def graph(self) -> fx.Graph:

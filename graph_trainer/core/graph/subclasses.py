@@ -54,8 +54,14 @@ class Layout:
         Strides must be equal: the graph has views and kernels chosen for the captured strides.
         So must be what a subclass returns about itself, a DTensor's mesh and placements.
         """
+        # the protocol of subclasses is looked up only where the class is not the captured one
+        if type(tensor) is not self.subclass and plain_type(tensor) is not (
+            self.subclass or torch.Tensor
+        ):
+            return False
         return (
-            (self.subclass or torch.Tensor) is plain_type(tensor)
+            not tensor.is_nested  # a nested tensor has no shape
+            and tensor.layout is torch.strided
             and tensor.shape == self.shape
             and tensor.stride() == self.stride
             and tensor.dtype == self.dtype

@@ -41,6 +41,7 @@ from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.passes.pipeline import PassConfig, run_tags
 from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.runtime.step import run_compiled
 from graph_trainer.core.torch_private_compile import (
     Compiled,
     ExportedJoint,
@@ -268,7 +269,7 @@ class ExportedStep:
                 run = run_as_it_is(module, inputs)
             else:
                 run = find_backend(compiler).compile(half)
-            return boxed(lambda values: step.run(run, half, values))
+            return boxed(lambda values: run_compiled(run, half, values))
 
         forward, backward = (
             partial(compile_half, kind) for kind in (OutputKind.SAVED, OutputKind.GRADIENT)

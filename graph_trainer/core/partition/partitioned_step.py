@@ -10,7 +10,6 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.refusals.inputs import refuse_shared_memory
-from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import erase_unused
 from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
@@ -20,7 +19,8 @@ from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
-from graph_trainer.core.runtime.binding import Binding, output_tensor
+from graph_trainer.core.runtime.guard import Guard
+from graph_trainer.core.runtime.step import output_tensor, run_compiled
 from graph_trainer.core.torch_private import MODULES, clear_saved_tensors, tensor_hooks
 from graph_trainer.errors import CaptureError
 
@@ -50,15 +50,14 @@ class PartitionedStep(nn.Module):
         self._run_backward = self._compile(self.halves.backward)
         self._run_loss: BoxedFunction | None = None
         self._compare_ranks = compare_ranks
-        self._binding = Binding(self.halves.forward, under_autograd=True)
-        self.run = self._binding.run
+        self._guard = Guard(self.halves.forward, under_autograd=True)
         names = [spec.name for spec in self.halves.forward.signature.outputs]
         inputs = self.halves.backward.signature.inputs
         gradients = [i.name for i in inputs if i.kind is InputKind.OUTPUT_GRADIENT]
         self._differentiable = [names.index(name) for name in gradients]
         self._num_saved = len(self.halves.saved())
         self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
-        self._places = self._binding.places(model)
+        self._places = self._guard.model.places(model)
         self._batch = _plain_batch(joint)
 
         # This function takes the tensors of a call. torch.compile puts it into its graph as one
@@ -80,10 +79,10 @@ class PartitionedStep(nn.Module):
 
         def check_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
             self._check_ranks()
-            call = Call(self.model, args, kwargs)
-            self._binding.values(call)
-            self._trained()
-            return [*self._binding.state(self.model), *self.joint.captured_batch.take(call)]
+            tensors = self._guard.tensors(self.model, args, kwargs)
+            self._guard.values(tensors)
+            self._trained(tensors)
+            return tensors
 
         # Not as a decorator: that would import torch._dynamo along with this package, which makes
         # TORCHINDUCTOR_CACHE_DIR before the command line can refuse it.
@@ -113,10 +112,11 @@ class PartitionedStep(nn.Module):
                 tensors = self.checked_tensors(args, kwargs)
             return self.returned(self.call_on_tensors(*tensors))
         self._check_ranks()
-        values = self._binding.values(Call(self.model, args, kwargs))
+        tensors = self._guard.tensors(self.model, args, kwargs)
+        values = self._guard.values(tensors)
         if torch.is_grad_enabled() and self._gradients:
             run = (self._run_forward, self._run_backward)
-            return self.returned(_Function.apply(self, run, values, *self._trained()))
+            return self.returned(_Function.apply(self, run, values, *self._trained(tensors)))
         if self._run_loss is None:
             alone = copy_graph(self.halves.forward)
             specs = [s for s in alone.signature.outputs if s.kind is not OutputKind.SAVED]
@@ -124,22 +124,23 @@ class PartitionedStep(nn.Module):
             alone.output_node().args = (alone.output_values()[:count],)
             erase_unused(alone.graph)
             self._run_loss = self._compile(alone)
-        return self.returned(self._outputs(self.run(self._run_loss, self.halves.forward, values)))
-
-    def _trained(self) -> list[torch.Tensor]:
-        """Return the parameters that get a gradient, in the order of the gradients."""
-        state = zip(
-            self.halves.forward.signature.inputs, self._binding.state(self.model), strict=False
+        return self.returned(
+            self._outputs(run_compiled(self._run_loss, self.halves.forward, values))
         )
-        tensors = {spec.name: tensor for spec, tensor in state}
+
+    def _trained(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that get a gradient, in the order of the gradients, from the
+        tensors of the first inputs."""
+        inputs = zip(self.halves.forward.signature.inputs, tensors, strict=False)
+        by_name = {spec.name: tensor for spec, tensor in inputs}
         for name in self._gradients:
-            if any(tensor_hooks(tensors[name])):
+            if any(tensor_hooks(by_name[name])):
                 raise CaptureError(
                     f"parameter '{name}' has a gradient hook, which the graph runs and autograd "
                     "would run again: call the step of gt.compile, or remove the hook and capture "
                     "again"
                 )
-        return [tensors[name] for name in self._gradients]
+        return [by_name[name] for name in self._gradients]
 
     def _check_ranks(self) -> None:
         if self._compare_ranks:
@@ -177,13 +178,14 @@ class PartitionedStep(nn.Module):
             batch: one tensor in the memory of each tensor of the batch; None for new memory.
         """
         self._check_ranks()
-        values = self._binding.model_values(Call(self.model, (), {}))
+        state = self._guard.model.tensors(self.model)
+        values = [part for tensor in state for part in unwrap(tensor)[0]]
         specs = self.halves.forward.signature.inputs
         for spec, tensor in zip(specs[len(specs) - len(batch) :], batch, strict=True):
             part = torch.empty(0) if tensor is None else unwrap(tensor)[0][0]
             values += [part] * spec.layout.num_tensors
         refuse_shared_memory(specs, values)
-        self._trained()
+        self._trained(state)
 
     def _outputs(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         pairs = with_parts(self.halves.forward.signature.outputs, results)
@@ -206,7 +208,7 @@ class _Function(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         given = [values[place] for place in step.halves.inputs_read]
-        results = step.run(run[0], step.halves.forward, values)
+        results = run_compiled(run[0], step.halves.forward, values)
         outputs = step._outputs(results)
         count = len(results) - step._num_saved
         ctx.step, ctx.run = step, run[1]
@@ -233,7 +235,7 @@ class _Function(torch.autograd.Function):
                 )
             values += unwrap(gradient)[0]
         clear_saved_tensors(ctx)  # the graph frees each after its last reader
-        results = step.run(ctx.run, step.halves.backward, values)
+        results = run_compiled(ctx.run, step.halves.backward, values)
         outputs = with_parts(step.halves.backward.signature.outputs, results)
         return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
 
@@ -241,7 +243,7 @@ class _Function(torch.autograd.Function):
 def _plain_batch(joint: JointGraph) -> tuple[int, list[str], list[tuple[Any, ...]]] | None:
     """Return number, names and layouts of the arguments of a call, None if one is not a tensor."""
     specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
-    args, kwargs = joint.captured_batch.rebuild(specs)
+    args, kwargs = joint.captured_call.batch.rebuild(specs)
     if len(args) + len(kwargs) != len(specs) or any(s.layout.subclass for s in specs):
         return None
     ordered = [*args, *(kwargs[name] for name in sorted(kwargs))]

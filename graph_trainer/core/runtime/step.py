@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from graph_trainer.core.graph.call import Call
+from graph_trainer.core.graph.captured_call import device_types
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, is_collective
-from graph_trainer.core.graph.signature import OutputKind, with_parts
-from graph_trainer.core.graph.subclasses import wrap
+from graph_trainer.core.graph.signature import Output, OutputKind, with_parts
+from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
-from graph_trainer.core.runtime.binding import Binding, output_tensor
+from graph_trainer.core.runtime.collective_failure import failed_collective
+from graph_trainer.core.runtime.guard import Guard
 from graph_trainer.core.torch_private_groups import group_backend, group_ranks
 from graph_trainer.errors import CaptureError
 
@@ -36,7 +39,7 @@ class Step:
         self.joint = joint
         self._run = run
         self._compare_ranks = compare_ranks
-        self._binding = Binding(joint)
+        self._guard: Guard | None = None
 
     def __call__(
         self, model: nn.Module, *args: Any, **kwargs: Any
@@ -57,12 +60,13 @@ class Step:
         if self._compare_ranks:
             check_order_across_ranks(self.joint)
             self._compare_ranks = False
-        return self.run(Call(model, args, kwargs))
+        if self._guard is None:
+            self._guard = Guard(self.joint)
+        return self.run(self._guard.values(self._guard.tensors(model, args, kwargs)))
 
-    def run(self, call: Call) -> tuple[torch.Tensor, Gradients]:
-        """Run the step on a call that has been read; see `__call__`."""
-        values = self._binding.values(call)
-        results = self._binding.run(self._run, self.joint, values)
+    def run(self, values: list[torch.Tensor]) -> tuple[torch.Tensor, Gradients]:
+        """Run the step on the values of its placeholders; see `__call__`."""
+        results = run_compiled(self._run, self.joint, values)
         loss: torch.Tensor | None = None
         gradients: Gradients = {}
         for spec, parts in with_parts(self.joint.signature.outputs, results):
@@ -72,6 +76,30 @@ class Step:
                 gradients[spec.name] = output_tensor(spec, parts)
         assert loss is not None
         return loss, gradients
+
+
+def run_compiled(
+    compiled: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run a compiled graph, without autocast, because the graph already contains its casts.
+    A CollectiveError names the collective that failed (gloo; see `collective_failure`)."""
+    try:
+        with contextlib.ExitStack() as stack:
+            for device_type in device_types():
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            return compiled(values)
+    except RuntimeError as error:
+        failed = failed_collective(error, graph)
+        if failed is None:
+            raise
+        raise failed from error
+
+
+def output_tensor(spec: Output, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put an output of a graph together, with the strides of the capture."""
+    # A kernel may have given other strides than its fake one; a norm sums in their order.
+    return with_stride(wrap(parts, spec.layout), spec.layout.stride)
 
 
 def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = True) -> Step:

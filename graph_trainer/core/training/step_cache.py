@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -14,36 +13,53 @@ from torch import nn
 
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.tracing.trace import LossFn
-from graph_trainer.core.graph.call import Call
-from graph_trainer.core.graph.call_signature import Batch, HoldsTensors, constant_key
+from graph_trainer.core.graph.captured_call import flatten
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.module_settings import defaults_of
-from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.ordering.agreement import Agreement, OneRank, published_failure
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
 from graph_trainer.core.partition.partitioned_step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
+from graph_trainer.core.runtime.guard import Guard, OtherCall
 from graph_trainer.core.runtime.step import Gradients, Step, compile
-from graph_trainer.core.torch_private import PARAMETERS, pytree
 from graph_trainer.errors import CollectiveError, VerificationError
 
 
 class _Partitioned:
-    """Calls a partitioned step and its backward, where a `Step` is called."""
+    """A partitioned step and its backward. The step compares its calls itself."""
 
     def __init__(self, joint: JointGraph, step: Callable[..., torch.Tensor]) -> None:
         self.joint = joint
-        self._step = step
+        self.step = step
 
-    def run(self, call: Call) -> tuple[torch.Tensor, Gradients]:
-        args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
-        loss = self._step(*args, **kwargs)
+    def run(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, Gradients]:
+        loss = self.step(*args, **kwargs)
         loss.backward()
         return loss.detach(), {}
 
 
-_CompiledStep = Step | _Partitioned
+@dataclass(slots=True, eq=False)
+class _Program:
+    """A model as its first graph was captured with it: what is not in the batch."""
+
+    model: weakref.ref[nn.Module]
+    first: JointGraph
+    guard: Guard
+
+    def tensors(self, model: nn.Module) -> list[torch.Tensor]:
+        # another model of the same class may have other hyperparameters
+        if self.model() is not model:
+            raise OtherCall("it is another model")
+        return self.guard.model.tensors(model)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A compiled step, and the program that it is of."""
+
+    program: _Program
+    step: Step | _Partitioned
+    guard: Guard
 
 
 @dataclass(slots=True)
@@ -51,8 +67,8 @@ class TrainStep:
     """`loss, gradients = step(model, *args, **kwargs)`, captured at the first call.
 
     The step captures again for another shape, dtype or constant in the batch, and for another
-    model, set of trainable parameters, training mode, hooks or autocast (together: the program).
-    Beyond `max_graphs`, the least recently used graph is dropped.
+    model, or what `runtime.guard` compares of it (together: the program). Beyond `max_graphs`, the
+    least recently used graph is dropped.
 
     A change of program must happen on every rank in the same step: its first graph is checked
     against those of the other ranks. Batches may differ from rank to rank, so a rank with a new
@@ -88,9 +104,10 @@ class TrainStep:
     check: Callable[[JointGraph], None] = lambda joint: None
     """Called with the first graph after its passes, before any of its collectives runs; an error
     that it raises on one rank is raised on all."""
-    _steps: OrderedDict[object, _CompiledStep] = field(default_factory=OrderedDict, init=False)
-    _firsts: OrderedDict[object, JointGraph] = field(default_factory=OrderedDict, init=False)
-    """By program, its first graph."""
+    _steps: list[_Kept] = field(default_factory=list, init=False)
+    """The one used last is the last one."""
+    _programs: list[_Program] = field(default_factory=list, init=False)
+    """As `_steps`."""
 
     def __call__(
         self, model: nn.Module, *args: Any, **kwargs: Any
@@ -103,10 +120,11 @@ class TrainStep:
             CollectiveError: a collective timed out or lost its connection (gloo; see
                 `collective_failure`).
         """
-        call = Call(model, args, kwargs)
-        step = self._step_for(call, args, kwargs)
+        kept, tensors = self._step_for(model, args, kwargs)
         try:
-            return step.run(call)
+            if isinstance(kept.step, _Partitioned):
+                return kept.step.run(args, kwargs)
+            return kept.step.run(kept.guard.values(tensors))
         except CollectiveError as error:
             failure = published_failure()
             if failure:
@@ -115,39 +133,58 @@ class TrainStep:
 
     def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Capture the step for a batch like this one without running it; errors as of a call."""
-        self._step_for(Call(model, args, kwargs), args, kwargs)
+        self._step_for(model, args, kwargs)
 
-    def _step_for(self, call: Call, args: Any, kwargs: Any) -> _CompiledStep:
-        """Return the step that fits a call, captured now if there is none."""
-        program = _program_key(call)
-        try:
-            key = (program, _batch_key(call))
-            step = self._steps.get(key)
-        except (TypeError, RuntimeError, HoldsTensors):
-            # these raise with the constant that cannot be compared, or the tensor that is not dense
-            batch = Batch(args, kwargs)
-            batch.inputs(batch.take(call))
-            raise
-        if step is None:
-            step = self._prepared(program, call, args, kwargs)
-        # kept, as the one used last; those used longest ago are dropped
-        self._steps[key] = step
-        self._firsts.setdefault(program, step.joint)
-        self._steps.move_to_end(key)
-        self._firsts.move_to_end(program)
+    def _step_for(
+        self, model: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[_Kept, list[torch.Tensor]]:
+        """Return the step that fits a call, captured now if there is none, and its tensors."""
+        leaves, tree = flatten(args, kwargs)
+        program, of_model, difference = self._program_of(model)
+        for kept in reversed(self._steps):
+            if kept.program is program:
+                try:
+                    tensors = [*of_model, *kept.guard.batch.tensors(leaves, tree)]
+                except OtherCall:
+                    continue
+                self._use(kept)
+                return kept, tensors
+        step = self._prepared(program, difference, model, args, kwargs)
+        guard = Guard(step.joint)
+        tensors = guard.tensors(model, args, kwargs)
+        kept = _Kept(program or _Program(weakref.ref(model), step.joint, guard), step, guard)
+        self._use(kept)
+        return kept, tensors
+
+    def _program_of(self, model: nn.Module) -> tuple[_Program | None, list[torch.Tensor], str]:
+        """Return the program that a model is of, with the model's tensors; or None, with how the
+        model differs from the one used last."""
+        difference = ""
+        for program in reversed(self._programs):
+            try:
+                return program, program.tensors(model), ""
+            except OtherCall as error:
+                difference = difference or error.difference
+        return None, [], difference
+
+    def _use(self, kept: _Kept) -> None:
+        """Keep a step as the one used last, and drop those used longest ago."""
         # every rank runs the same programs in the same order, so all ranks drop the same first one
-        for kept in (self._steps, self._firsts):
-            while len(kept) > self.max_graphs:
-                kept.popitem(last=False)
-        return step
+        self._steps = [*(step for step in self._steps if step is not kept), kept]
+        others = (program for program in self._programs if program is not kept.program)
+        self._programs = [*others, kept.program]
+        del self._steps[: -self.max_graphs], self._programs[: -self.max_graphs]
 
     def joint_graphs(self) -> list[JointGraph]:
         """List the kept graphs, least recently used first."""
-        return [step.joint for step in self._steps.values()]
+        return [kept.step.joint for kept in self._steps]
 
-    def _prepared(self, program: object, call: Call, args: Any, kwargs: Any) -> _CompiledStep:
-        """Capture, run the passes, check the order and compile; on all ranks for a new program."""
-        first, together = not self._firsts, program not in self._firsts
+    def _prepared(
+        self, program: _Program | None, difference: str, model: nn.Module, args: Any, kwargs: Any
+    ) -> Step | _Partitioned:
+        """Capture, run the passes, check the order and compile; on all ranks for a new program,
+        with its `difference` from the one used last."""
+        first, together = not self._programs, program is None
         phase = f"Capturing the {'train step' if self.backward else 'step without backward'}"
         if first:
             self.on_event(phase)
@@ -156,13 +193,13 @@ class TrainStep:
         start = time.perf_counter()
         with agreement.errors_sent():
             joint = capture(
-                *(call.model, self.loss_fn, args, kwargs),
+                *(model, self.loss_fn, args, kwargs),
                 backward=self.backward,
                 full_capture=self.full_capture,
             )
             captured = time.perf_counter()
             self.on_phase("Running the passes")
-            earlier = None if together else self._firsts[program]
+            earlier = None if program is None else program.first
             report = run_passes(joint, self.passes, first=earlier, agreement=agreement)
             passed = time.perf_counter()
             report.rows[0] = replace(report.rows[0], seconds=captured - start)
@@ -175,16 +212,18 @@ class TrainStep:
         self.on_phase(f"Compiling for the backend '{self.backend}'")
         checked = time.perf_counter()
         with agreement.errors_sent("compile the step"):
-            step: _CompiledStep
+            step: Step | _Partitioned
             if self.partitioned and self.backward:
-                step = self._partitioned(joint, call.model, args, kwargs, together)
+                step = self._partitioned(joint, model, args, kwargs, together)
             else:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         agreement.gather(None, "compile the step")
         self.on_phase("")
-        shapes = [tuple(v.shape) for v in call.leaves if isinstance(v, torch.Tensor)]
-        what = "" if first else f"Captured again for batch {shapes}: "
+        leaves, _ = flatten(args, kwargs)
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        why = f", because {difference}" if together else ""
+        what = "" if first else f"Captured again for batch {shapes}{why}: "
         self.on_event(
             f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
             f"{passed - captured:.1f} s, order check {checked - passed:.1f} s, backend "
@@ -210,23 +249,3 @@ class TrainStep:
                 partition=self.partition, compiler=self.backend, compare_ranks=together
             )
         return _Partitioned(joint, compiled)
-
-
-def _program_key(call: Call) -> object:
-    """Make a key of everything that changes the graph and is not in the batch."""
-    trainable = [
-        p.requires_grad for m in call.modules for p in vars(m)[PARAMETERS].values() if p is not None
-    ]
-    devices = {v.device.type for v in call.leaves if isinstance(v, torch.Tensor)} | {"cpu"}
-    # the model itself: another one of the same class may have other hyperparameters
-    model = weakref.ref(call.model)
-    return (model, tuple(trainable), tuple(call.training), call.hooks, defaults_of(devices))
-
-
-def _batch_key(call: Call) -> object:
-    """Make a key that is equal for two batches exactly when one graph serves both."""
-    described = tuple(
-        (unwrap(v)[1], v.requires_grad) if isinstance(v, torch.Tensor) else constant_key(v)
-        for v in call.leaves
-    )
-    return (call.tree, call.tree_text, described)

@@ -30,7 +30,7 @@ from graph_trainer.core.capture.tracing.output_aliasing import TakenMemory
 from graph_trainer.core.capture.tracing.rng_replay import RandomDraws, share_repeated_draws
 from graph_trainer.core.capture.tracing.views import let_views_copy, views_out_of_place
 from graph_trainer.core.graph.annotations import Phase, annotation, copy_annotations, value_of
-from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.captured_call import CapturedBatch
 from graph_trainer.core.graph.ops import storage_roots
 from graph_trainer.core.graph.returned import Returned
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, with_parts
@@ -76,7 +76,7 @@ class StepTrace:
     left_out: list[tuple[Input, torch.Tensor, torch.Tensor]]
     """The tensors of layers that are left out, which are not inputs of the graph. Each is described
     and has a stand-in, which the step must not use; the last is the model's tensor."""
-    batch: Batch
+    batch: CapturedBatch
     scopes: Scopes = field(default_factory=Scopes)
     outputs: list[Output] = field(default_factory=list)
     without_grad: list[str] = field(default_factory=list)

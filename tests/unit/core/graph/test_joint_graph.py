@@ -136,4 +136,4 @@ def test_a_parameter_that_the_loss_does_not_reach_needs_no_gradient():
 
 def test_a_graph_by_hand_takes_no_batch():
     with pytest.raises(gt.CaptureError, match="made by hand takes no batch: capture a step"):
-        _ = linear().captured_batch
+        _ = linear().captured_call

@@ -191,7 +191,7 @@ def test_a_model_that_no_longer_fits_is_refused_by_name():
     del without[4]
     for model, message in [
         (wider, r"parameter '0\.weight' is Tensor \(9, 4\).*captured with Tensor \(8, 4\)"),
-        (without, r"no parameter '4\.weight'"),
+        (without, "the model has 5 modules and had 6"),
         (double, r"parameter '0\.weight'.*float64"),
         (sharded, r"'0\.weight' is DTensor"),
     ]:
@@ -214,7 +214,7 @@ def test_parameters_that_are_no_longer_tied_are_refused():
     step = gt.compile(captured(model, args))
     step(model, *args)
     model.b.weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(gt.CaptureError, match=r"'b\.weight' and 'a\.weight' were one tensor"):
+    with pytest.raises(gt.CaptureError, match=r"'a\.weight' and 'b\.weight' were one tensor"):
         step(model, *args)
 
 

@@ -117,6 +117,17 @@ def test_training_mode_and_trainable_parameters():
     recorded.check(model, X, captures=4)
 
 
+def test_a_dropout_rate_that_a_schedule_changes_is_captured_again():
+    recorded, model = Recorded(), Net()
+    recorded.check(model, X, captures=1)
+    model.dropout.p = 0.25
+    recorded.check(model, X, captures=2)
+    assert (
+        "because 'dropout.p' was 0.5 when the graph was captured and is 0.25"
+        in (recorded.lines[-1])
+    )
+
+
 def test_autocast_around_the_step():
     recorded, model = Recorded(), Net()
     recorded.check(model, X, captures=1)

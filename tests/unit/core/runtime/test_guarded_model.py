@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import graph_trainer as gt
 def model() -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    layers[0].sizes, layers[0].factors = [1, (2.0, "a")], {"a": [0.0]}
+    layers[0].sizes, layers[0].factors, layers[0].deep = [1, "a"], {"a": 0.5}, {"a": [0.5]}
     return layers
 
 
@@ -29,18 +28,13 @@ def tied(model: nn.Module) -> None:
     model[2].weight = model[0].weight
 
 
-def module_added_and_eval(model: nn.Module) -> None:
-    model.append(nn.Identity())
-    model.eval()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (tied, "'2.weight' and '0.weight' were two tensors"),
         (nn.Module.eval, "module '' was in train.. mode"),
         (lambda m: m[1].eval(), "module '1' was in train.. mode"),
-        (module_added_and_eval, "module '' was in train.. mode"),
+        (lambda m: m.append(nn.Identity()), "the model has 5 modules and had 4"),
         (lambda m: m[0].register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m[0].register_forward_pre_hook(lambda *_: None), "hooks"),
         (lambda m: m[0].register_full_backward_hook(lambda *_: None), "hooks"),
@@ -48,8 +42,8 @@ def module_added_and_eval(model: nn.Module) -> None:
         (lambda m: setattr(m[1], "p", 0.1), r"'1.p' was 0.5 .* and is 0.1 now"),
         (lambda m: setattr(m[1], "p", True), r"'1.p' was 0.5 .* and is True now"),
         (lambda m: m[0].sizes.append(2), r"'0.sizes' was \[1, .* and is \[1, .*, 2\] now"),
-        (lambda m: m[0].factors["a"].__setitem__(0, -0.0), r"'0.factors' was .* is .*-0.0.* now"),
-        (lambda m: setattr(m[0], "sizes", (1, (2.0, "a"))), "'0.sizes' was"),
+        (lambda m: m[0].factors.update(a=0.1), r"'0.factors' was .*0.5.* is .*0.1.* now"),
+        (lambda m: setattr(m[0], "sizes", (1, "a")), "'0.sizes' was"),
         (lambda m: m.__setitem__(1, nn.ReLU()), "module '1' was a Dropout .* is a ReLU now"),
         (lambda m: setattr(m[0], "bias", None), "parameter '0.bias' was a tensor"),
         (lambda m: setattr(m[0], "forward", lambda x: x), "replaced forwards"),
@@ -65,6 +59,13 @@ def test_a_changed_model_is_refused(change: Any, message: str) -> None:
     change(changed)
     with pytest.raises(gt.CaptureError, match=f"{message}.*capture again"):
         step(changed, x)
+
+
+def test_what_is_deeper_in_an_attribute_is_a_constant() -> None:
+    network, x = model(), torch.ones(2, 4)
+    step = gt.compile(gt.capture(network, loss_fn, (x,)))
+    network[0].deep["a"][0] = 0.1
+    step(network, x)
 
 
 def test_hooks_of_all_modules_are_seen() -> None:
@@ -131,63 +132,23 @@ def test_keyword_arguments_come_in_any_order() -> None:
     assert torch.equal(step(network, y=y, x=x)[0], loss(network, x=x, y=y))
 
 
-@dataclass(eq=False)
-class Options:
-    scale: Any = 2
-    inner: list[Any] = field(default_factory=list)
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (1, True),
         (0.0, -0.0),
         (np.float64(0.0), np.float64(-0.0)),
-        (frozenset({1}), frozenset({True})),
-        ({1: 2}, {True: 2}),
         ((1, "a"), (1, "b")),
+        (frozenset({1}), frozenset({2})),
+        (loss_fn, tied),
     ],
 )
-def test_another_constant_is_refused_where_python_finds_it_equal(before: Any, after: Any) -> None:
+def test_another_constant_is_refused(before: Any, after: Any) -> None:
     network, x = model(), torch.ones(2, 4)
     step = gt.compile(gt.capture(network, loss_fn, (x, before)))
     step(network, x, copy.deepcopy(before))
     with pytest.raises(gt.CaptureError, match="capture"):
         step(network, x, after)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda o: setattr(o, "scale", 3),
-        lambda o: setattr(o, "scale", 2.0),
-        lambda o: o.inner.append(1),
-        lambda o: setattr(o, "more", 1),
-    ],
-)
-def test_an_object_of_the_batch_that_has_changed_is_refused(change: Any) -> None:
-    network, x, options = model(), torch.ones(2, 4), Options()
-    step = gt.compile(gt.capture(network, loss_fn, (x, options)))
-    step(network, x, options)
-    change(options)
-    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' was .* capture again"):
-        step(network, x, options)
-
-
-def test_an_object_that_refers_to_itself_and_shares_parts_is_described_once():
-    options = Options(0.5)
-    for _ in range(40):
-        options = Options(options, [options, options])
-    options.inner.append(options)
-    network, x = model(), torch.ones(2, 4)
-    step = gt.compile(gt.capture(network, loss_fn, (x, options)))
-    step(network, x, options)
-
-
-def test_tensors_deep_in_an_object_of_the_batch_are_refused() -> None:
-    options = Options(inner=[{"deep": Options(torch.ones(2))}])
-    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a Options that holds tensors"):
-        gt.capture(model(), loss_fn, (torch.ones(2, 4), options))
 
 
 class Constant(torch.autograd.Function):
