@@ -44,9 +44,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
-from graph_trainer.core.bisect.replay import gradients_of, named_results
 from graph_trainer.core.capture.tracing.trace import without_fused_layers
 from graph_trainer.core.tensor_diff import Results, compare
+from graph_trainer.core.training.check_capture import gradients_of, named_results
 from graph_trainer.errors import CaptureError
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -21,7 +21,6 @@ from graph_trainer.errors import (
 )
 
 if TYPE_CHECKING:
-    from graph_trainer.core.bisect.check_capture import check_capture
     from graph_trainer.core.capture.capture import capture
     from graph_trainer.core.capture.forward_alone import capture_forward
     from graph_trainer.core.capture.tracing.offload_regions import offload
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         sharded_parameters,
         simple_fsdp,
     )
+    from graph_trainer.core.training.check_capture import check_capture
 
 __all__ = [
     "CaptureError",
@@ -87,7 +87,7 @@ _MODULES = {
     "backend": "core.partition.backend",
     "capture": "core.capture.capture",
     "capture_forward": "core.capture.forward_alone",
-    "check_capture": "core.bisect.check_capture",
+    "check_capture": "core.training.check_capture",
     "compile": "core.runtime.step",
     "cpu_backend": "core.sharding.ordered_gloo",
     "graph_pass": "core.passes.base",

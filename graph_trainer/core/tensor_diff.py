@@ -54,7 +54,7 @@ def compare(wanted: Results, actual: Results) -> list[Difference]:
         if name in wanted and name in actual:
             differences.append(distance(name, wanted[name], actual[name]))
         else:
-            note = "missing" if name in wanted else "not there in eager"
+            note = "missing" if name in wanted else "not expected"
             differences.append(Difference(name, math.nan, math.nan, note))
     return [difference for difference in differences if difference is not None]
 

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.cli import bisect_worker as worker
+from graph_trainer.cli import bisect
 from graph_trainer.core.graph.annotations import (
     copy_annotations,
+    infer_value,
     module_of,
+    tensor_of,
 )
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -28,7 +30,7 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
 from graph_trainer.train import leave, run
-from tests.unit.graphs import Decoder, aten, hungry
+from tests.unit.graphs import ALL_REDUCE, SCATTER, Decoder, aten, c10d, hungry
 
 RESULTS = "GRAPH_TRAINER_TEST_BISECT"
 MODULE = "layers.3.feed_forward"
@@ -52,6 +54,37 @@ def _wrong(joint: gt.JointGraph, options: Any, context: gt.PassContext) -> None:
 
 
 WRONG = Pass("wrong", Stage.CLEANUP, "for a test", _wrong)
+
+
+def _split(joint: gt.JointGraph, options: Any, context: gt.PassContext) -> None:
+    """An all-reduce and a slice in the place of a reduce-scatter, which no simulation can judge."""
+    scatter, *_ = joint.graph.find_nodes(op="call_function", target=SCATTER)
+    (wait,) = scatter.users
+    source, reduction, _, group = scatter.args
+    rows = tensor_of(scatter).shape[0]
+    start = dist.get_rank() * rows
+    node = source
+    for op, *args in (
+        (ALL_REDUCE, reduction, group),
+        (c10d.wait_tensor.default,),
+        (aten.slice.Tensor, 0, start, start + rows),
+    ):
+        with joint.graph.inserting_before(scatter):
+            node = joint.graph.call_function(op, (node, *args))
+        copy_annotations(scatter, node)
+        infer_value(node)
+    wait.replace_all_uses_with(node)
+    joint.graph.erase_node(wait)
+    joint.graph.erase_node(scatter)
+
+
+def verified() -> str:
+    """What `verify_passes` says of that."""
+    torch.manual_seed(0)
+    model = gt.simple_fsdp(Decoder(), init_device_mesh("cpu", (2,)))
+    joint = gt.capture(model, mean_square, (torch.randint(0, 12, (3, 5)),))
+    split = Pass("split", Stage.CLEANUP, "for a test", _split)
+    return gt.run_passes(joint, gt.PassConfig(passes=[split], verify_passes=True)).last.verified
 
 
 def limited() -> dict[str, Any]:
@@ -78,11 +111,10 @@ def limited() -> dict[str, Any]:
 
 
 def main() -> None:
-    status = run(work=worker.main)
-    if status == 0:
-        path = Path(os.environ[RESULTS]) / f"{os.environ['RANK']}.json"
-        path.write_text(json.dumps(limited()))
-        dist.barrier()
+    status = run(work=bisect.verify)
+    path = Path(os.environ[RESULTS]) / f"{os.environ['RANK']}.json"
+    path.write_text(json.dumps(limited() | {"verified": verified()}))
+    dist.barrier()
     leave(status)
 
 

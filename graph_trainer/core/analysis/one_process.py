@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.node_diff import Observe, Observed
+from graph_trainer.core.analysis.node_digests import Observe, Observed
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.collective_kinds import KINDS, Effect, kind_of_op
 from graph_trainer.core.graph.data_sizes import storage_bytes
@@ -41,22 +41,18 @@ class OneProcess(Observed):
     """
 
     def __init__(
-        self, module: fx.GraphModule, *, alike: bool = False, observe: Observe | None = None
+        self, module: fx.GraphModule, observe: Observe | None = None, *, alike: bool = False
     ) -> None:
         super().__init__(module, observe)
         self._alike = alike
-        self._attributes: dict[str, Any] = {}
 
     def fetch_attr(self, target: str) -> Any:
-        """Return a copy of a tensor or a generator: what a run changes must not outlive it."""
-        if target not in self._attributes:
-            value = super().fetch_attr(target)
-            if isinstance(value, torch.Tensor):
-                value = value.clone()
-            elif isinstance(value, torch.Generator):
-                value = torch.Generator(value.device).manual_seed(0)
-            self._attributes[target] = value
-        return self._attributes[target]
+        """Return a copy of a tensor, and another generator in the place of one."""
+        is_new = target not in self._attributes
+        value = super().fetch_attr(target)
+        if is_new and isinstance(value, torch.Generator):
+            value = self._attributes[target] = torch.Generator(value.device).manual_seed(0)
+        return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, or simulate it if it is a collective."""
@@ -141,18 +137,24 @@ def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
 
     Weights are small enough that a deep model's values stay finite, buffers are positive (some
     are variances), integers are 0 or 1, which every index may be; that of an input with one element
-    is 1, since a step may divide by it. Strides are those of the graph.
+    is 1, since a step may divide by it. Integers are the same for every seed: what they select can
+    then be wrong on all ranks only. Strides are those of the graph.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generators = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
     pairs = with_parts(joint.signature.inputs, joint.placeholders())
-    return [_like(tensor_of(n), spec.kind, generator) for spec, nodes in pairs for n in nodes]
+    return [_like(tensor_of(n), spec.kind, *generators) for spec, nodes in pairs for n in nodes]
 
 
-def _like(fake: torch.Tensor, kind: InputKind, generator: torch.Generator) -> torch.Tensor:
+def _like(
+    fake: torch.Tensor,
+    kind: InputKind,
+    generator: torch.Generator,
+    of_integers: torch.Generator,
+) -> torch.Tensor:
     dtype = fake.dtype
     numel = fake.storage_offset() + storage_bytes(fake) // dtype.itemsize
     if not (dtype.is_floating_point or dtype.is_complex):
-        filled = torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+        filled = torch.randint(0, 2, (numel,), generator=of_integers).to(dtype)
         if fake.ndim == 0:  # a number of something, as of tokens: a loss is divided by it
             filled.fill_(1)
     elif kind is InputKind.BUFFER:
@@ -181,19 +183,18 @@ def run(
     values: Sequence[torch.Tensor] | None = None,
     *,
     alike: bool = False,
-    observe: Observe | None = None,
 ) -> list[torch.Tensor]:
     """Run a graph in one process; see `OneProcess`.
 
     Args:
         joint: the graph; no process group is used, whatever its collectives name.
         values: of the placeholders, which stay as they are; by default `values_for(joint)`.
-        alike, observe: as of `OneProcess`.
+        alike: as of `OneProcess`.
 
     Returns:
         copies of what the graph returns and, after them, what it leaves in its inputs.
     """
     inputs = values_for(joint) if values is None else [value.clone() for value in values]
     with same_random_numbers(), torch.no_grad():
-        outputs = OneProcess(joint.graph_module, alike=alike, observe=observe).run(*inputs)
+        outputs = OneProcess(joint.graph_module, alike=alike).run(*inputs)
     return [output.clone() for output in outputs] + inputs

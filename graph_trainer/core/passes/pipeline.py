@@ -73,8 +73,9 @@ class PassConfig(RunSettings):
 
     verify_passes: bool = False
     """After every pass also run the graph on fake tensors and compare every shape, and run it on
-    small real values, in this process alone, and compare its results with those before the pass.
-    The report says where a graph is too large for that, or cannot run here."""
+    small real values, on all ranks together or with the other ranks simulated, and compare its
+    results with those before the pass. The report says where a graph is too large for that, or
+    cannot run here."""
 
 
 def run_passes(
@@ -158,7 +159,7 @@ def pass_by_pass(
     follows_plan = plan_memory.name in decisions
     budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
-    numbers = Numbers(joint) if config.verify_passes else None
+    numbers = Numbers(joint, agreement) if config.verify_passes else None
     if report is None and refuses and budget.may_refuse:  # for what passes raised
         report = Report()
     state, order = graph_state(joint), access_order(joint.graph)

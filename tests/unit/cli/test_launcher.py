@@ -194,7 +194,7 @@ def test_a_backend_that_compiles_for_the_cpu_needs_a_compiler(prepare: Prepare) 
         prepare(*flags)
     prepare(*flags, gpus=2)  # its kernels are built by Triton
     prepare(*flags, "--compile.mode", "eager")
-    launcher.prepare(flags, module="graph_trainer.cli.bisect_worker")  # by the backend eager
+    launcher.prepare(flags, module="graph_trainer.cli.bisect")  # by the backend eager
 
 
 def test_ranks_train_on_when_nobody_reads_their_output(

@@ -10,6 +10,7 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import copy_annotations, counts_of, infer_value, tensor_of
 from graph_trainer.core.graph.data_sizes import has_data_sizes
+from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes import pipeline, verify_numbers
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.fuse_chained_collectives import fuse_chained_all_gathers
@@ -299,7 +300,8 @@ def test_what_cannot_run_is_said(make, reason, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
     joint = make()
     passes = [Pass(name, Stage.TAG, "", lambda *_: None) for name in ("one", "two")]
-    report = gt.run_passes(joint, gt.PassConfig(passes=passes, verify_passes=True))
+    config = gt.PassConfig(passes=passes, verify_passes=True)
+    report = gt.run_passes(joint, config, agreement=OneRank())
     (note,) = report.notes()
     assert re.match(f"one, two: numbers not compared: .*{reason}", note)
     assert note in " ".join(str(report).split())

@@ -1,20 +1,23 @@
-"""Find the first node of a graph whose value differs from its value before a pass."""
+"""Run a graph on given inputs with a digest of every node, and compare two such runs.
 
-# The idea: run both graphs and keep a digest of every node's value, by the node's name. Most
+`verify_passes` compares the graphs before and after a pass, `check_capture` a graph with the model
+itself.
+"""
+
+# The idea: a run keeps a digest of every node's value, by the node's name, and no value. Most
 # nodes keep their names in a pass, and an inserted node is compared with what a kept reader of it
 # read before. Many nodes may differ that do no harm, so the search goes backwards from the results
 # that differ, through nodes that differ: the first node of the graph that it reaches is the cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
@@ -25,28 +28,77 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 from graph_trainer.core.graph.signature import Input, Output, OutputKind, with_parts
-from graph_trainer.core.tensor_diff import Difference, digest, distance
+from graph_trainer.core.tensor_diff import Results, digest
 from graph_trainer.core.torch_private import pytree
 
 Observe = Callable[[fx.Node, Any], None]
 """Called with a node and its value, when it has run."""
-Replay = Callable[[JointGraph, Observe], object]
-"""Runs a graph node by node, always on the same inputs."""
 Same = Callable[[fx.Node], bool | None]
 
 
 class Observed(fx.Interpreter):
-    """Runs a graph, and calls `observe` after each node."""
+    """Runs a graph with its own collectives, and calls `observe` after each node."""
 
     def __init__(self, module: fx.GraphModule, observe: Observe | None = None) -> None:
         super().__init__(module, garbage_collect_values=True)
         self._observe = observe
+        self._attributes: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if self._observe is not None:
             self._observe(n, result)
         return result
+
+    def fetch_attr(self, target: str) -> Any:
+        """Return a copy of a tensor: what a run changes must not outlive it."""
+        if target not in self._attributes:
+            value = super().fetch_attr(target)
+            self._attributes[target] = value.clone() if isinstance(value, torch.Tensor) else value
+        return self._attributes[target]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRun:
+    """What is kept of one run."""
+
+    results: Results
+    """What the graph returns, and what it leaves in its inputs, by `result_name`."""
+    digests: dict[str, tuple[str, ...]]
+    """By the name of a node, those of its values. Values are left out that are not complete when
+    their node has run: memory that is not written yet, collectives that are not waited for yet."""
+
+
+def run_graph(
+    joint: JointGraph,
+    values: Sequence[torch.Tensor],
+    *,
+    interpreter: Callable[[fx.GraphModule, Observe], Observed] = Observed,
+    observe: Observe = lambda node, value: None,
+) -> GraphRun:
+    """Run a graph node by node.
+
+    Args:
+        values: of the placeholders; they stay as they are.
+        interpreter: runs the nodes. `Observed` issues the graph's collectives, so that all ranks
+            call this together; `OneProcess` simulates them.
+        observe: called with every node and its value too.
+    """
+    incomplete = _incomplete(joint.graph)
+    digests: dict[str, tuple[str, ...]] = {}
+
+    def keep(node: fx.Node, value: Any) -> None:
+        if node not in incomplete:
+            digests[node.name] = tuple(map(digest, pytree.tree_leaves(value)))
+        observe(node, value)
+
+    inputs = [value.clone() for value in values]
+    with torch.no_grad():
+        outputs = interpreter(joint.graph_module, keep).run(*inputs)
+    specs: tuple[Input | Output, ...] = (*joint.signature.outputs, *joint.signature.inputs)
+    parts = [*(output.clone() for output in outputs), *inputs]
+    results = {result_name(spec): list(tensors) for spec, tensors in with_parts(specs, parts)}
+    return GraphRun(results, digests)
 
 
 def result_name(spec: Input | Output) -> str:
@@ -57,102 +109,47 @@ def result_name(spec: Input | Output) -> str:
     return f"{spec.kind.value} {spec.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeDifference:
-    """The first node that differs on one rank."""
-
-    position: int
-    """Its index in the graph after the pass."""
-    name: str
-    op: str
-    module: str
-    phase: str
-    after: str
-    """The node after the pass."""
-    before: str
-    """The node it is compared with, before the pass; empty where there is none."""
-    kept: bool
-    """Whether a node of this name existed before the pass; otherwise the pass inserted it."""
-    seen_at: str
-    """The node whose values were compared: this one, or a kept node that reads it."""
-    difference: Difference
-
-
 def first_differing_node(
-    replay: Replay, before: JointGraph, after: JointGraph, differing: Iterable[str]
-) -> NodeDifference | None:
-    """Run both graphs node by node on the same inputs; five runs in all, linear in nodes.
+    before: tuple[JointGraph, GraphRun],
+    after: tuple[JointGraph, GraphRun],
+    repeated: GraphRun,
+    differing: Iterable[str],
+) -> fx.Node | None:
+    """Find the first node of `after` whose value is another than before. Linear in nodes.
 
     A node is compared with the node of its name, or with the node that a kept reader of it read
     before. It counts only where its difference reaches a result that differs, through readers
-    that differ too: a pass may change an unused value, or reverse a change in a later node. A
-    value that is not complete when its node has run (memory not yet written, a collective not
-    yet waited for) is not compared, nor is a value that differs between two runs of the graph
-    before.
+    that differ too: a pass may change an unused value, or reverse a change in a later node.
 
     Args:
-        replay: runs a graph. Where ranks communicate, all of them call this together.
-        differing: names, as in `Results`, of the results that differ on this rank; none where
-            only those of other ranks differ. This rank then only takes part in the collectives.
+        before, after: the graphs before and after a pass, with their runs on the same inputs.
+        repeated: another run of the graph after. A value that differs in it is not compared.
+        differing: the names of the results that differ.
 
     Returns:
         the first node in the order of `after`, or None where no node counts.
     """
-    was, repeated, now = (_digests(replay, joint) for joint in (before, before, after))
-    partners = partners_of(before, after)
-    unstable = {name for name in was if was[name] != repeated[name]}
-    unstable |= {node.name for node in (*_incomplete(before.graph), *_incomplete(after.graph))}
+    (graph_before, run_before), (graph_after, run_after) = before, after
+    was, now = run_before.digests, run_after.digests
+    unstable = {name for name in now if now[name] != repeated.digests.get(name)}
+    partners = partners_of(graph_before, graph_after)
     known = {was[name] for name in was if name not in unstable}
 
     def same(node: fx.Node) -> bool | None:
         """Tell whether a value is the same as before; None where that is unknown."""
-        partner = partners.get(node)
-        if node.name in unstable or (partner is not None and partner.name in unstable):
+        if node.name not in now or node.name in unstable:
             return None
+        partner = partners.get(node)
         if partner is None:  # a value that existed before is right, wherever it was
             return True if now[node.name] in known else None
-        return now[node.name] == was[partner.name]
+        return now[node.name] == was[partner.name] if partner.name in was else None
 
-    seen = _first_that_reaches(after, set(differing), same)
-    # one more run of each graph, for the amounts: on every rank, as they communicate
-    values: dict[fx.Node, Any] = {}
-
-    def keep(node: fx.Node, value: Any) -> None:
-        if seen is not None and node in (seen, partners[seen]):
-            copy = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
-            values[node] = copy
-
-    replay(before, keep)
-    replay(after, keep)
-    if seen is None:
-        return None
-    difference = distance(seen.name, values[partners[seen]], values[seen])
+    first = _first_that_reaches(graph_after, set(differing), same)
     # a new value that the node reads, where it calls the same op as before, explains it
-    node = seen
-    if seen.op == "call_function" and seen.target == partners[seen].target:
-        new = (s for s in seen.all_input_nodes if s not in partners and not same(s))
-        node = next(new, seen)
-    partner = partners.get(node)
-    phase = phase_of(node)
-    return NodeDifference(
-        position=list(after.graph.nodes).index(node),
-        name=node.name,
-        op=str(node.target),
-        module=module_of(node) or "",
-        phase=phase.value if phase else "",
-        after=node.format_node() or "the values that the graph returns",
-        before="" if partner is None else partner.format_node() or "the values that it returned",
-        kept=partner is not None and partner.name == node.name,
-        seen_at=seen.name,
-        difference=difference or Difference(seen.name, 0.0, 0.0, "different in one run of two"),
-    )
-
-
-def _digests(replay: Replay, joint: JointGraph) -> dict[str, str]:
-    """Digest the value of every node, by its name."""
-    digests: dict[str, str] = {}
-    replay(joint, lambda node, value: digests.update({node.name: digest(value)}))
-    return digests
+    if first is not None and first.op == "call_function" and first.target == partners[first].target:
+        new = (s for s in first.all_input_nodes if s not in partners and not same(s))
+        return next(new, first)
+    return first
 
 
 def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from graph_trainer.core.bisect.replay import StartingPoint, eager_step, named_results
-from graph_trainer.core.capture.tracing.trace import LossFn
+from graph_trainer.core.analysis.node_digests import run_graph
+from graph_trainer.core.capture.refusals.second_step import ModuleAttributes
+from graph_trainer.core.capture.tracing.trace import LossFn, without_fused_layers
 from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
 from graph_trainer.core.graph.ops import OpOverload
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.runtime.guard import Guard
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.tensor_diff import Results, compare, digest
-from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
+from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree, swap_tensors
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import VerificationError
 
@@ -96,13 +101,16 @@ def check_capture(
         before, batch = batches[:first], batches[first]
         with start.again():
             list(_results(model, captured, before))
-            with _Ops() as of_graph:
-                captured(model, *batch)
+            captured.prepare(model, *batch)
+            joint = captured.joint_graphs()[-1]
+            guard = Guard(joint)
+            run = run_graph(joint, guard.values(guard.tensors(model, batch, {})))
+            known = set(itertools.chain(*run.digests.values()))
         with start.again():
             list(_results(model, eager, before))
-            with ModuleTracker() as tracker, _Ops(of_graph.values, tracker) as of_model:
+            with ModuleTracker() as tracker, _FirstOther(known, tracker) as of_model:
                 eager(model, *batch)
-        op = of_model.first_other
+        op = of_model.name
     for rank, (differences, where) in enumerate(ranks.gather((steps[first], op))):
         if not differences:
             continue
@@ -152,31 +160,27 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(None))
 
 
-class _Ops(TorchDispatchMode):
-    """Collect digests of what ops compute; or, with `known` ones, find the first op whose result is
-    none of them, and by `tracker` in which module it runs."""
+class _FirstOther(TorchDispatchMode):
+    """Finds the first op with a result whose digest is not a known one, and the module it is in."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, known: set[str] | None = None, tracker: ModuleTracker | None = None) -> None:
+    def __init__(self, known: set[str], tracker: ModuleTracker) -> None:
         super().__init__()
         self._known, self._tracker = known, tracker
-        self.values: set[str] = set()
-        self.first_other = ""
+        self.name = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass calls again, with the plain tensors inside it
         result = func(*args, **(kwargs or {}))
-        if self._known is None:
-            self.values.update(_digests(result))
-        elif not self.first_other and _is_complete(func) and _digests(result) - self._known:
-            self.first_other = f"{func} in {self._place()}"
+        if not self.name and _is_complete(func) and _digests(result) - self._known:
+            self.name = f"{func} in {self._place()}"
         return result
 
     def _place(self) -> str:
-        modules = set() if self._tracker is None else self._tracker.parents - {"Global"}
-        if self._tracker is None or not modules:
+        modules = self._tracker.parents - {"Global"}
+        if not modules:
             return "the loss"
         name = max(modules, key=len).partition(".")[2]
         part = "backward" if self._tracker.is_bw else "forward"
@@ -197,3 +201,66 @@ def _is_complete(func: Any) -> bool:
     is_view = any(returned.alias_info for returned in func._schema.returns)
     is_started = kind is not None and kind.effect is Effect.STARTS
     return not is_view and not is_started and "empty" not in str(func)
+
+
+class StartingPoint:
+    """Copies of a model's tensors, of a nest of batches and of the random state, to start from
+    again. Attributes that the model changes are restored as well."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Any) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._state = [*model.parameters(), *model.buffers()]
+        batch = [t for t in pytree.tree_leaves(batches) if isinstance(t, torch.Tensor)]
+        parts = [part.detach() for tensor in (*self._state, *batch) for part in unwrap(tensor)[0]]
+        self._stored = [(part, part.clone()) for part in parts]
+        self._random = torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Start from the stored state, and restore it afterwards."""
+        unchanged = {id(tensor): tensor for tensor in self._state}
+        gradients = [(p, p.grad) for p in self._model.parameters()]
+        with ModuleAttributes(self._model), swap_tensors(self._model, unchanged):
+            torch.set_rng_state(self._random)
+            try:
+                yield
+            finally:
+                for part, stored in self._stored:
+                    part.copy_(stored)
+                torch.set_rng_state(self._random)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+
+
+def eager_step(
+    model: nn.Module, loss_fn: LossFn, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, Gradients]:
+    """Take a step of the model itself, without a graph and with the kernels of a captured step."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    with without_fused_layers():
+        loss = loss_fn(model, *args, **kwargs)
+        loss.backward()
+    return loss, gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Return the gradients that a model's parameters have accumulated, by FQN."""
+    return {clean_fqn(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def named_results(
+    model: nn.Module, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+) -> Results:
+    """Return copies of the plain tensors of a step's loss and gradients and of the buffers."""
+    tensors = {"loss": loss}
+    for name, _ in model.named_parameters():
+        if (gradient := gradients.get(clean_fqn(name))) is not None:
+            tensors[f"gradient of {clean_fqn(name)}"] = gradient
+    for name, buffer in model.named_buffers():
+        tensors[f"buffer {clean_fqn(name)}"] = buffer
+    results: Results = {}
+    for name, tensor in tensors.items():
+        parts, _ = unwrap(tensor)
+        results[name] = [part.detach().clone() for part in parts]
+    return results
