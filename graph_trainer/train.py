@@ -9,32 +9,56 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from graph_trainer.core.text import error_text, width_of_ranks
-from graph_trainer.errors import GraphTrainerError
+from graph_trainer.errors import ConfigError, GraphTrainerError
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
+    from graph_trainer.titan.observer import RunObserver
 
 SHOWN_BY_LAUNCHER = "GRAPH_TRAINER_ERRORS_SHOWN_BY_LAUNCHER"
 """Set in a rank's environment where the launcher prints its error, after all other output."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train with the flags given; with --plan FILE, only what that file planned.
+    """Train with the flags given.
 
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.planner.plan_check import load_config_and_plan
-    from graph_trainer.planner.planned_run import PlannedRun, ReportedRun
+    from graph_trainer.titan.config.load import load_config
 
-    config, check = load_config_and_plan(argv)
+    if any(word.partition("=")[0] == "--plan" for word in argv):
+        raise ConfigError(
+            "--plan: graph_trainer.train compares a run with no plan. Start the ranks with "
+            "`graph-trainer train --plan FILE`, or with torchrun -m "
+            "graph_trainer.planner.train_planned."
+        )
+    train(load_config(argv, reads_checkpoint=True))
 
+
+def train(config: GraphTrainerConfig, observer: RunObserver | None = None) -> None:
+    """Train as one rank.
+
+    Args:
+        config: checked, for the ranks of this run.
+        observer: watches the run; without one, rank 0 prints what the passes did.
+
+    Raises:
+        GraphTrainerError: the run cannot begin, or a step cannot be captured or agreed on.
+    """
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger
 
     from graph_trainer.titan.console import set_up_console
+    from graph_trainer.titan.observer import ReportedRun
+    from graph_trainer.titan.output_folders import check_output_folders
     from graph_trainer.titan.trainer import GraphTrainer
+
+    check_output_folders(config)
 
     init_logger()
     set_up_console(config)
@@ -44,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = GraphTrainer(config)
-    trainer.observer = ReportedRun() if check is None else PlannedRun(check, config)
+    trainer.observer = observer or ReportedRun()
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

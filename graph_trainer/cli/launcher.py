@@ -1,26 +1,22 @@
 """Start the ranks of a run with torchrun: `graph-trainer train`, `run_train.sh`, `bisect-passes`.
 
-The whole configuration is checked once before any rank starts, so that a mistake is one message
-and not one traceback a rank.
+The launcher reads the config, which says how many ranks there are, and leaves to the ranks what
+takes more than reading: it shows the first error of a rank once, after all other output.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import re
 import shutil
 import signal
 import sys
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -29,21 +25,14 @@ from graph_trainer.cli.command_line import (
     variable,
     with_names_of_environment,
 )
-from graph_trainer.core.runtime.backends.registry import (
-    COMPILER_REMEDY,
-    find_backend,
-    missing_compiler,
-)
 from graph_trainer.core.text import COLUMNS, error_text
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import ConfigError, MemoryLimitError
-from graph_trainer.planner.console import PHASE, progress
+from graph_trainer.errors import ConfigError
 from graph_trainer.train import SHOWN_BY_LAUNCHER
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from graph_trainer.core.passes.memory_limit import DeviceMemory
     from graph_trainer.planner.plan_check import PlanCheck
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
@@ -68,6 +57,7 @@ In the environment (a flag wins over it):
 """
 
 RANK_MODULE = "graph_trainer.train"
+PLANNED_RANK_MODULE = "graph_trainer.planner.train_planned"
 
 _RANK_BYTES = 0.4 * GIB
 """What torch and torchtitan take in a rank's process; measured with torch 2.13 on Linux."""
@@ -120,16 +110,24 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE, starts_ranks: boo
     gpus = torch.cuda.device_count()
     if not ranks and not rehearses:
         ranks = gpus or (2 if machines > 1 else 0)
-    config, check, ranks = _checked(argv, ranks, machines, rehearses)
+    import_config_classes()
+    from graph_trainer.planner.plan_check import load_config_and_plan
+    from graph_trainer.titan.config.check import wanted_ranks
+
+    config, check = load_config_and_plan(
+        argv, world_size=ranks * machines or None, rehearses=rehearses
+    )
+    if not ranks and check is not None:
+        ranks = check.plan.world_size // machines
+    elif not ranks:
+        ranks = wanted_ranks(config)
+        load_config_and_plan(argv, world_size=ranks)  # again, as its checks depend on the number
     if not rehearses:
         _check_ranks(ranks, gpus)
-    _check_folders(config)
     _check_restarts(config, restarts)
-    if not gpus and not rehearses and module == RANK_MODULE:  # others call the ops one by one
-        _check_compiler(config)
     shown = variable("LOG_RANK", "0")
-    numbers = [each.strip() for each in shown.split(",")]
-    if not all(re.fullmatch("[0-9]{1,7}", each) and int(each) < ranks for each in numbers):
+    numbers = [number.strip() for number in shown.split(",")]
+    if not all(re.fullmatch("[0-9]{1,7}", num) and int(num) < ranks for num in numbers):
         raise ConfigError(
             f"environment: LOG_RANK = {shown!r}: the ranks of this machine whose output is shown, "
             f"separated by commas. Write numbers from 0 to {ranks - 1}, or unset it."
@@ -155,7 +153,7 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE, starts_ranks: boo
     arguments += [f"--local-ranks-filter={shown}", "--role=rank", "--tee=3"]
     name = f"tracebacks_{machine}.txt" if machine else "tracebacks.txt"
     tracebacks = Path(config.dump_folder) / name
-    words = [*arguments, "-m", module, *argv]
+    words = [*arguments, "-m", module if check is None else PLANNED_RANK_MODULE, *argv]
     return Launch(words, environment, tracebacks, config, ranks * machines, ranks, check)
 
 
@@ -169,7 +167,6 @@ def start(launch: Launch) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    launch.tracebacks.parent.mkdir(parents=True, exist_ok=True)
     os.environ.update(launch.environment)
     if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
         os.environ[SHOWN_BY_LAUNCHER] = "1"
@@ -186,9 +183,7 @@ def start(launch: Launch) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        with _phases_shown() if on_terminal else nullcontext():
-            torchrun(launch.arguments)
+        torchrun(launch.arguments)
     except SignalException as error:  # a traceback of torchrun explains nothing
         name = signal.Signals(error.sigval).name
         print(f"ended by {name}, and all ranks with it", file=sys.stderr, flush=True)
@@ -213,45 +208,6 @@ class _Output(logging.Filter):
         closed = record.exc_info and isinstance(record.exc_info[1], BrokenPipeError)
         self.is_closed = self.is_closed or bool(closed)
         return not closed
-
-
-@contextlib.contextmanager
-def _phases_shown() -> Iterator[None]:
-    """While entered: show on the terminal what rank 0 announces, and how long, until a line."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console, lock, shown = Console(file=sys.stderr), threading.Lock(), list[Progress]()
-
-    class Terminal:
-        def __init__(self, stream: TextIO) -> None:
-            self._stream = stream
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._stream, name)
-
-        def write(self, line: str) -> int:  # as torchrun's threads do
-            head, announced, phase = line.partition(f"{PHASE} ")
-            if " " in head:  # more than torchrun's "[rank0]:"
-                announced = phase = ""
-            with lock:
-                while shown:
-                    shown.pop().stop()
-                if text := phase.strip():
-                    words = TextColumn("{task.description}", markup=False)
-                    columns = (SpinnerColumn(), words, TimeElapsedColumn())
-                    shown.append(Progress(*columns, console=console, transient=True))
-                    shown[0].add_task(text, total=None)
-                    shown[0].start()
-                return len(line) if announced else self._stream.write(line)
-
-    os.environ[PHASE] = "1"
-    out, err = Terminal(sys.stdout), Terminal(sys.stderr)
-    with contextlib.redirect_stdout(cast(Any, out)), contextlib.redirect_stderr(cast(Any, err)):
-        try:
-            yield
-        finally:
-            out.write(f"{PHASE} ")
 
 
 def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
@@ -282,6 +238,7 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
                 error += ", most likely since memory ran out: --dry-run says what is needed"
     if tracebacks:
         with contextlib.suppress(OSError):  # the error itself matters more
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(tracebacks, encoding="utf-8")
             error += f"\nThe tracebacks of the ranks that failed are in {file}"
     print(error_text(error), file=sys.stderr, flush=True)
@@ -307,39 +264,6 @@ def _number(name: str, default: int, *, least: int, meaning: str) -> int:
     return int(text)
 
 
-def _checked(
-    argv: Sequence[str], ranks: int, machines: int, rehearses: bool
-) -> tuple[GraphTrainerConfig, PlanCheck | None, int]:
-    """Load the config and check it for the ranks of each machine; return it, the plan and them.
-
-    0 ranks leave the number to the plan, or to the degrees of parallelism.
-    """
-    import_config_classes()
-    from graph_trainer.planner.plan_check import load_config_and_plan
-    from graph_trainer.titan.config.check import check_config, wanted_ranks
-    from graph_trainer.titan.config.check_text import (
-        check_every_rank_has_a_document,
-        check_text_fills_a_batch,
-    )
-
-    config, check = load_config_and_plan(
-        argv, world_size=ranks * machines or None, rehearses=rehearses
-    )
-    if not ranks and check is not None:
-        ranks = check.plan.world_size // machines
-    elif not ranks:
-        ranks = wanted_ranks(config)
-        try:
-            check_config(config, ranks)
-        except ConfigError:  # again, with the places that set the keys
-            load_config_and_plan(argv, world_size=ranks)
-            raise
-    check_every_rank_has_a_document(config, ranks * machines)
-    if machines == 1:  # each would tokenise the text
-        check_text_fills_a_batch(config, ranks)
-    return config, check, ranks
-
-
 def _check_ranks(ranks: int, gpus: int) -> None:
     """Refuse more ranks than this machine has GPUs, or memory for where it has none."""
     from graph_trainer.titan.device_memory import available_on_cpu
@@ -355,103 +279,6 @@ def _check_ranks(ranks: int, gpus: int) -> None:
             f"{ranks:,} ranks are too many for this machine: {why}. Set NGPU, or the degrees of "
             f"parallelism, to {most} or less; `graph-trainer plan --world-size {ranks}` "
             "simulates them."
-        )
-
-
-def _check_folders(config: GraphTrainerConfig) -> None:
-    """Refuse folders that nothing can be written to, where the run would write."""
-    from torchtitan.tools.filesystem import is_remote
-
-    from graph_trainer.titan.files import why_no_folder
-
-    metrics, checkpoint, profiler = config.metrics, config.checkpoint, config.profiler
-    folders = [("dump_folder", ""), ("dump_folder", "structured_logs")]
-    if metrics.enable_tensorboard:
-        folders.append(("metrics.save_tb_folder", metrics.save_tb_folder))
-    if checkpoint.enable and not checkpoint.load_only:
-        folders.append(("checkpoint.folder", checkpoint.folder))
-    if config.comm.trace_buf_size:
-        folders.append(("comm.save_traces_folder", config.comm.save_traces_folder))
-    if profiler.enable_profiling:
-        folders.append(("profiler.save_traces_folder", profiler.save_traces_folder))
-    if profiler.enable_memory_snapshot:
-        name = "profiler.save_memory_snapshot_folder"
-        folders.append((name, profiler.save_memory_snapshot_folder))
-    for key, name in folders:
-        if is_remote(os.path.join(config.dump_folder, name)):
-            continue
-        if problem := why_no_folder(Path(config.dump_folder, name)):
-            value = config.dump_folder if key == "dump_folder" else name
-            raise ConfigError(
-                f'{key} = "{value}": {problem}. Set it to a folder that you may write.'
-            )
-
-
-def memory_of_rank(launch: Launch) -> tuple[DeviceMemory, DeviceMemory]:
-    """Return what a rank here may need of its device and of the host: a GPU's memory, and its part
-    of what is free here, which is both where there is no GPU."""
-    from graph_trainer.core.passes.memory_limit import DeviceMemory
-    from graph_trainer.titan.device_memory import share_of_host
-
-    host = share_of_host(launch.local_ranks)
-    if not torch.cuda.is_available():
-        return host, host
-    total = torch.cuda.get_device_properties(0).total_memory
-    return DeviceMemory(total, "all of the GPU"), host
-
-
-def check_step_fits(launch: Launch) -> None:
-    """Refuse a step that needs more memory than there is, as the ranks would once they had started.
-
-    The step is planned, for which the user's model is built and captured. Left to the ranks are a
-    step that cannot be captured, and one that is not captured in training.
-
-    Raises:
-        MemoryLimitError: with what the memory is for, and what would help.
-    """
-    from graph_trainer.core.simulation.detect import detect_hardware
-    from graph_trainer.planner.captures import Captures
-    from graph_trainer.planner.plan import make_plan
-
-    ours = launch.config.compile
-    refuses = ours.mode != "eager" and ours.memory_limit_gib != 0
-    if not refuses:
-        return
-    config = copy.copy(launch.config)
-    config.compile = replace(ours, verify_passes=False)  # the ranks verify
-    (room, on_host), hardware = memory_of_rank(launch), detect_hardware().hardware
-    shown = progress("will it fit") if sys.stderr.isatty() else nullcontext(lambda line: None)
-    try:
-        with shown as say, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks show them
-            make_plan(
-                config,
-                launch.world_size,
-                hardware,
-                every_pass=False,
-                captures=Captures(),
-                device_memory=lambda joint: room,
-                host_memory=lambda joint: on_host,
-                on_progress=say,
-            )
-    except MemoryLimitError:
-        raise
-    except (Exception, SystemExit):  # of the user's own code too: the ranks, which run it, say it
-        logging.getLogger(__name__).debug("the step is not planned", exc_info=True)
-    finally:
-        if torch.distributed.is_initialized():  # the fake ranks' groups
-            torch.distributed.destroy_process_group()
-
-
-def _check_compiler(config: GraphTrainerConfig) -> None:
-    """Refuse a backend that compiles for the CPU where there is no compiler."""
-    backend = config.compile.backend
-    if config.compile.mode == "eager" or not find_backend(backend).needs_cpp_compiler:
-        return
-    if missing := missing_compiler():
-        raise ConfigError(
-            f'compile.backend = "{backend}": it builds kernels for the CPU, and there is no '
-            f'{missing}. {COMPILER_REMEDY}, or set compile.backend = "eager".'
         )
 
 

@@ -31,7 +31,7 @@ examples:
       a config with one value changed; without flags the small Llama 3 on every GPU of this
       machine, or on two CPU ranks
   graph-trainer train --config my.toml --dry-run
-      check everything, and print the config, the ranks and what the run will need
+      check the config, and print it, the ranks and what the run will need
   graph-trainer train --config 8b --help lr
       the keys of that config about lr, with documentation and values; without a word all of them
   graph-trainer config --config 8b --training.steps 100 > my.toml
@@ -131,7 +131,7 @@ def train(argv: Sequence[str]) -> int:
     A rank ends its process here, as `python -m graph_trainer.train` does (see `leave`).
 
     Raises:
-        GraphTrainerError: bad input, found before any rank is started.
+        GraphTrainerError: bad input that shows before any rank is started.
     """
     if "RANK" in os.environ:
         from graph_trainer.train import leave, run
@@ -145,10 +145,7 @@ def train(argv: Sequence[str]) -> int:
         from graph_trainer.cli.plan_command import dry_run
 
         return dry_run([word for word in argv if word != DRY_RUN])
-    launch = launcher.prepare(argv)
-    if launch.local_ranks == launch.world_size:  # each of several machines would plan it
-        launcher.check_step_fits(launch)
-    return launcher.start(launch)
+    return launcher.start(launcher.prepare(argv))
 
 
 def print_config(argv: Sequence[str]) -> int:

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+import torch
 from rich.console import Group, RenderableType
 
 from graph_trainer.cli.command_line import CommandParser
-from graph_trainer.cli.launcher import Launch, check_step_fits, memory_of_rank, prepare
-from graph_trainer.core.passes.memory_limit import DeviceMemoryOf
+from graph_trainer.cli.launcher import Launch, prepare
+from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
@@ -50,6 +51,7 @@ from graph_trainer.titan.config.check import check_config, wanted_ranks, world_s
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.device_memory import share_of_host
 from graph_trainer.titan.files import check_outputs, published
 from graph_trainer.titan.routing import Routing, mixtures_of, read_routing
 
@@ -173,32 +175,47 @@ def dry_run(argv: Sequence[str]) -> int:
     With --plan the run is simulated on the plan's hardware and compared with the plan.
 
     Raises:
-        GraphTrainerError: as `launcher.prepare`, and `check_step_fits` or with --plan
-            `PlanCheck.check_run`; or a step that cannot be captured.
+        GraphTrainerError: as `launcher.prepare`; or a step that cannot be captured, or that the
+            ranks would refuse: with --plan as `PlanCheck.check_run`.
     """
     launch = prepare(argv, starts_ranks=False)
     if launch.check is not None:
         return _rehearse(launch, launch.check)
-    config, notes = launch.config, []
-    named = config.compile.hardware
-    room, on_host = memory_of_rank(launch)
+    compile_config, notes = launch.config.compile, []
+    named, captures = compile_config.hardware, Captures()
+    room, on_host = _memory_of_rank(launch.local_ranks)
+    detected = detect_hardware()
     if named:
         hardware = load_hardware(named)
     else:
-        detected = detect_hardware()
         hardware = replace(detected.hardware, memory_gib=room.bytes / GIB)
         notes = [] if detected.exact else [f"Simulated on {detected.why}."]
-    plan = _plan_dry(launch, hardware, lambda joint: on_host)
+    plan = _plan_dry(launch, hardware, captures, host_memory=lambda joint: on_host)
     ranks = f"{launch.world_size} ranks: {' '.join(launch.arguments[:2])}"
     _print_dry_run(plan, ranks, notes)
-    if named or not plan.fits:  # the hardware that is named need not be this
-        check_step_fits(launch)
+    ranks_refuse = compile_config.mode != "eager" and compile_config.memory_limit_gib != 0
+    if ranks_refuse and (named or not plan.fits):  # the hardware that is named need not be this
+        _plan_dry(
+            *(launch, detected.hardware, captures),
+            device_memory=lambda joint: room,
+            host_memory=lambda joint: on_host,
+        )
     return 0
+
+
+def _memory_of_rank(local_ranks: int) -> tuple[DeviceMemory, DeviceMemory]:
+    """Return what a rank here may need of its device and of the host: a GPU's memory, and its part
+    of what is free here, which is both where there is no GPU."""
+    host = share_of_host(local_ranks)
+    if not torch.cuda.is_available():
+        return host, host
+    total = torch.cuda.get_device_properties(0).total_memory
+    return DeviceMemory(total, "all of the GPU"), host
 
 
 def _rehearse(launch: Launch, check: PlanCheck) -> int:
     """Print the same for the plan's hardware, and refuse what its ranks would refuse there."""
-    plan = _plan_dry(launch, check.plan.hardware)
+    plan = _plan_dry(launch, check.plan.hardware, Captures())
     with progress("compare with the plan") as say:
         run = plan_every_class(plan, processes=usable_processes(), on_progress=say)
     _print_dry_run(plan, f"{plan.world_size} ranks, as in {check.path}", [check.remark()])
@@ -207,13 +224,20 @@ def _rehearse(launch: Launch, check: PlanCheck) -> int:
 
 
 def _plan_dry(
-    launch: Launch, hardware: Hardware, host_memory: DeviceMemoryOf | None = None
+    launch: Launch,
+    hardware: Hardware,
+    captures: Captures,
+    *,
+    device_memory: DeviceMemoryOf | None = None,
+    host_memory: DeviceMemoryOf | None = None,
 ) -> Plan:
+    """Plan a step; with `device_memory` as its ranks would, which refuse what does not fit."""
     with progress("plan") as say:
         return make_plan(
             *(launch.config, launch.world_size, hardware),
             every_pass=False,
-            captures=Captures(),
+            captures=captures,
+            device_memory=device_memory,
             host_memory=host_memory,
             on_progress=say,
         )

@@ -17,14 +17,10 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from graph_trainer.core.passes.report import HEADINGS, Report
 from graph_trainer.core.text import WIDTH, width_in_pipe, wrapped
 
 _NAME = 20
 """The letters of a name that stand on one line, however narrow the console."""
-
-PHASE = "GRAPH_TRAINER_PHASE"
-"""Begins a line that names what a rank does now, and is set in its environment to ask for these."""
 
 OnProgress = Callable[[str], None]
 """Prints one line."""
@@ -120,21 +116,6 @@ def print_table(table: RenderableType, *, stderr: bool = False) -> None:
         width -= len("[{ROLE_NAME}{LOCAL_RANK}]:".format_map(os.environ))
     console.width = width
     console.print(table, crop=False)
-
-
-def report_table(report: Report) -> Table:
-    """Make the table of what each pass did, in at most 100 columns."""
-    name, *numbers = HEADINGS
-    table = plain_table("What each pass did to the joint graph", title_style="")
-    table.add_column(name, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    table.optional = ((table.columns[-1],), (table.columns[1],))
-    for row in report.cells():
-        table.add_row(*row)
-    if report.notes():
-        table.caption = "\n".join(report.notes())
-    return table
 
 
 @contextlib.contextmanager

@@ -1,10 +1,9 @@
-"""The observers that a run is given: they print reports and compare the run with its plan."""
+"""The observer of a run that is held to a plan: it compares predicted with measured."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections import Counter, deque
@@ -20,18 +19,17 @@ from torch import nn
 
 from graph_trainer.core.graph.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import PHASE, plain_table, print_table, report_table
+from graph_trainer.planner.console import plain_table, print_table
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.saved_plan import Predicted
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.observer import RunObserver
+from graph_trainer.titan.observer import ReportedRun
 from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes
 
 from torchtitan.tools import utils  # isort: skip
@@ -44,20 +42,6 @@ WATCHED_STEP = 2
 WARM_UP = 2
 """Steps that are not timed: the first compiles, and the second is slowed down by counting."""
 _STEPS_KEPT = 1000
-
-
-class ReportedRun(RunObserver):
-    """Prints what the passes did to each captured graph, on rank 0."""
-
-    def phase(self, what: str) -> None:
-        """Print it as a line that the launcher shows as a spinner, where it does."""
-        if PHASE in os.environ and dist.get_rank() == 0:
-            print(PHASE, what, flush=True)
-
-    def graph_reported(self, report: Report) -> None:
-        """Print the table of the passes."""
-        if dist.get_rank() == 0:
-            print_table(report_table(report))
 
 
 class PlannedRun(ReportedRun):

@@ -23,9 +23,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from graph_trainer.core.runtime.backends.registry import (
+    COMPILER_REMEDY,
+    find_backend,
+    missing_compiler,
+)
 from graph_trainer.core.sharding.ordered_gloo import cpu_backend
 from graph_trainer.core.sharding.process_groups import groups_made
 from graph_trainer.core.torch_private_groups import set_process_group_timeout
+from graph_trainer.errors import ConfigError
 
 
 def setup() -> None:
@@ -54,6 +60,19 @@ def own_cpu_backend() -> contextlib.AbstractContextManager[Any]:
     It takes the backend of a device from a table of torch, which has gloo for the CPU.
     """
     return patch.dict(dist.Backend.default_device_backend_map, cpu=cpu_backend())
+
+
+def check_compiler(backend: str) -> None:
+    """Refuse a backend that compiles for the CPU where there is no compiler.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or no header of Python.
+    """
+    if find_backend(backend).needs_cpp_compiler and (missing := missing_compiler()):
+        raise ConfigError(
+            f'compile.backend = "{backend}": it builds kernels for the CPU, and there is no '
+            f'{missing}. {COMPILER_REMEDY}, or set compile.backend = "eager".'
+        )
 
 
 def _cpu_module() -> ModuleType:

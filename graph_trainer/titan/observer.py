@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
+from graph_trainer.core.text import width_of_ranks
 
 
 class RunObserver:
@@ -19,9 +21,6 @@ class RunObserver:
     The methods do nothing. An observer overrides those that it needs, and what one of them
     raises ends the run.
     """
-
-    def phase(self, what: str) -> None:
-        """Receive what the capture of a graph does next, "" when it is done."""
 
     def graph_reported(self, report: Report) -> None:
         """Receive what the passes did to a new graph, of training or validation."""
@@ -50,3 +49,12 @@ class RunObserver:
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
         """Receive the parameters and optimizers after the last step of a run without error."""
+
+
+class ReportedRun(RunObserver):
+    """Prints what the passes did to each captured graph, on rank 0."""
+
+    def graph_reported(self, report: Report) -> None:
+        """Print the table of the passes."""
+        if dist.get_rank() == 0:
+            print(f"What each pass did to the joint graph\n\n{report.text(width_of_ranks())}\n")

@@ -46,7 +46,12 @@ from graph_trainer.titan.config.run_config import (
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
-from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts, resident_growth
+from graph_trainer.titan.device import (
+    check_compiler,
+    own_cpu_backend,
+    process_group_timeouts,
+    resident_growth,
+)
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.export import described, write_beside_weights
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans
@@ -149,7 +154,6 @@ class GraphTrainer(Trainer):
             full_capture=compile_config.full_capture or None,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
-            on_phase=lambda phase: self.observer.phase(phase),  # it is set later
             on_report=self._reported,
             **options,
         )
@@ -388,8 +392,11 @@ class GraphTrainer(Trainer):
         What a step is refused for is then refused before a checkpoint is loaded, a batch is read
         or anything trains. A loader of a user's own may give other batches: its first one does it.
         """
-        known = isinstance(self.dataloader, (TextDataLoader, HuggingFaceTextDataLoader))
-        if not known or not isinstance(self.captured_step, TrainStep):
+        if not isinstance(self.captured_step, TrainStep):
+            return
+        if self.device.type == "cpu":
+            check_compiler(self.config.compile.backend)
+        if not isinstance(self.dataloader, (TextDataLoader, HuggingFaceTextDataLoader)):
             return
         state = self.state_dict()
         batch = batch_of_zeros(self.config.training, self.device)

@@ -16,6 +16,7 @@ from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import TrainingError
 from graph_trainer.titan.checkpoint_states import keep_generators_from
+from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.step_inputs import loss_of_batch
 
 MakeStep = Callable[[LossFn], TrainStep]
@@ -42,6 +43,15 @@ class CheckedValidator(BaseValidator):
         super().__init__(validator.config)
         self._validator = validator
         self._within = within
+        if isinstance(validator.dl_config, TextDataLoader.Config):
+            # refuses a text of less than a batch now, and not after the first step
+            validator.dl_config.build(
+                dp_world_size=validator.dp_world_size,
+                dp_rank=validator.dp_rank,
+                tokenizer=validator.tokenizer,
+                seq_len=validator.seq_len,
+                local_batch_size=validator.local_batch_size,
+            )
         validator.dl_config = _NotEmpty(validator.dl_config)
         self.step = make_step(loss_of_batch(validator.loss_fn)) if make_step else None
         if self.step:

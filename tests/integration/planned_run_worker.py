@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graph_trainer.planner.console import PHASE
+from graph_trainer.planner.train_planned import main as train_planned
 from graph_trainer.train import leave, run
 from tests.integration.launch import report
 
@@ -34,20 +34,20 @@ def words(folder: Path, plan: str, name: str, *flags: str) -> list[str]:
 
 
 def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> dict[str, Any]:
-    """What `python -m graph_trainer.train` makes of it on this rank."""
+    """What `python -m graph_trainer.planner.train_planned` makes of it on this rank."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        status = run(words(folder, plan, name, *flags))
+        status = run(words(folder, plan, name, *flags), train_planned)
     _, start, rest = said.getvalue().partition("error: ")
     return {"status": status, "error": start + " ".join(rest.split())}
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """The planned run, as a user starts it on a terminal."""
-    os.environ[PHASE] = "1"
+    """The planned run."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        status = run(words(folder, "plan.json", "trained", "--training.steps", str(STEPS)))
+        flags = words(folder, "plan.json", "trained", "--training.steps", str(STEPS))
+        status = run(flags, train_planned)
     path = folder / "out/trained/predicted_and_measured.json"
     rows = json.loads(path.read_text())["rows"] if os.environ["RANK"] == "0" else []
     return {"status": status, "shown": shown.getvalue(), "rows": rows}

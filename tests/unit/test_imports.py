@@ -1,10 +1,11 @@
 """What each module of the package may import, read from the source.
 
-Imports point down only, from cli over planner, titan and core to errors, without a cycle between
-modules or between folders, the core's own included; imports for type checkers and imports inside
-functions count. The core imports torch and the standard library; one file asks the solver of scipy
-and one reads TOML, both inside a function. Private names of torch are in core/torch_private.py and
-the files that begin so, so that a new release of torch is read in few files.
+Imports point down only, from cli over planner, train, titan and core to errors, without a cycle
+between modules or between folders, the core's own included; imports for type checkers and imports
+inside functions count. The core imports torch and the standard library; one file asks the solver of
+scipy and one reads TOML, both inside a function. Private names of torch are in
+core/torch_private.py and the files that begin so, so that a new release of torch is read in few
+files.
 """
 
 import ast
@@ -28,7 +29,8 @@ OTHERS = {
 """What else a file of the core may import."""
 
 # From the bottom up. "" is graph_trainer/__init__.py, "<model>" every folder of a model family.
-# train is one rank of a run: the command line starts it, and calls it where it is a rank itself.
+# train is one rank of a run, which knows no planner: a plan to hold to is an observer that the
+# planner's own rank module gives it.
 LAYERS = [
     "errors",
     "core",
@@ -36,8 +38,8 @@ LAYERS = [
     "testing",
     "titan",
     "<model>",
-    "planner",
     "train",
+    "planner",
     "cli",
     "__main__",
 ]

@@ -149,11 +149,28 @@ class Report:
         ]
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int = WIDTH) -> str:
+        """Write the table and the notes in lines of at most `width` columns, if the table fits."""
         table = [list(HEADINGS), *self.cells()]
         lines = aligned(table, right=range(1, len(HEADINGS)))
+        if max(map(len, lines)) > width:
+            table = [line for row in table for line in _on_two_lines(row)]
+            lines = aligned(table, right=range(1, len(HEADINGS)))
         for column in ("s", "nodes"):  # what a reader misses least, where changes are long
-            if max(map(len, lines)) > WIDTH:
+            if max(map(len, lines)) > width:
                 place = table[0].index(column)
                 table = [row[:place] + row[place + 1 :] for row in table]
                 lines = aligned(table, right=range(1, len(table[0])))
-        return "\n".join([*lines, *(wrapped(note, WIDTH) for note in self.notes())])
+        return "\n".join([*lines, *(wrapped(note, width) for note in self.notes())])
+
+
+def _on_two_lines(row: Sequence[str]) -> list[list[str]]:
+    """Return a row of a report with what follows a number, its change, on a line below; so the
+    second words of headings."""
+    name, *cells = row
+    parts = [cell.partition(" ") for cell in cells]
+    first = [name, *(part[0] for part in parts)]
+    second = ["", *(part[2] for part in parts)]
+    return [first, second] if any(second) else [first]

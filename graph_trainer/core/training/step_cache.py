@@ -96,9 +96,8 @@ class TrainStep:
     max_graphs: int = 8
     """How many captured graphs are kept."""
     on_event: Callable[[str], None] = lambda line: None
-    """Called with a line before the first capture and after every capture."""
-    on_phase: Callable[[str], None] = lambda phase: None
-    """Called with what the step does next whenever it captures, and with "" when that is done."""
+    """Called with a line before each part of the work on a new graph that may take seconds, and
+    with a summary after it."""
     on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
     """Called with every new graph and its report; the first row has the seconds of the capture."""
     check: Callable[[JointGraph], None] = lambda joint: None
@@ -185,10 +184,7 @@ class TrainStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program,
         with its `difference` from the one used last."""
         first, together = not self._programs, program is None
-        phase = f"Capturing the {'train step' if self.backward else 'step without backward'}"
-        if first:
-            self.on_event(phase)
-        self.on_phase(phase)
+        self.on_event(f"Capturing the {'train step' if self.backward else 'step without backward'}")
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
         with agreement.errors_sent():
@@ -198,7 +194,7 @@ class TrainStep:
                 full_capture=self.full_capture,
             )
             captured = time.perf_counter()
-            self.on_phase("Running the passes")
+            self.on_event("Running the passes")
             earlier = None if program is None else program.first
             report = run_passes(joint, self.passes, first=earlier, agreement=agreement)
             passed = time.perf_counter()
@@ -209,7 +205,7 @@ class TrainStep:
                 check_same_collectives(earlier, joint)
         if together:
             check_order_across_ranks(joint, agreement)
-        self.on_phase(f"Compiling for the backend '{self.backend}'")
+        self.on_event(f"Compiling for the backend '{self.backend}'")
         checked = time.perf_counter()
         with agreement.errors_sent("compile the step"):
             step: Step | _Partitioned
@@ -219,7 +215,6 @@ class TrainStep:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         agreement.gather(None, "compile the step")
-        self.on_phase("")
         leaves, _ = flatten(args, kwargs)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         why = f", because {difference}" if together else ""

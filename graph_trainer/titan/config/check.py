@@ -120,7 +120,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
-        *(text_problems(config) if reads_text else ()),
+        *(text_problems(config, world_size) if reads_text else ()),
         *(checkpoint_problems(config, origins) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:

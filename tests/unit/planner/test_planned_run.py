@@ -1,4 +1,4 @@
-"""What a run prints of its passes, and of its plan beside what it measured."""
+"""What a run prints of its plan beside what it measured."""
 
 from __future__ import annotations
 
@@ -10,52 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graph_trainer.core.passes.report import PassReport, Report
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce
 from graph_trainer.core.text import WIDTH
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import PHASE, print_table
+from graph_trainer.planner.console import print_table
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.planned_run import (
     WARM_UP,
     IssuedCollectives,
     PlannedRun,
-    ReportedRun,
     comparison,
     comparison_table,
 )
 from graph_trainer.testing import become
 from graph_trainer.titan.training_state_memory import local_bytes
 from tests.unit.planner.conftest import config_of
-
-GATHERS = {("all_gather_into_tensor", "forward"): 12_345}
-BIG = PassReport("capture", 1.0, 60_000, GATHERS, 900 * 1024**3, 90 * 1024**3)
-CHANGED = PassReport("functionalize_writes", 99.9, 55_555, {}, 0, 10 * 1024**3)
-
-
-def test_rank_0_prints_the_largest_graphs_in_a_hundred_columns(capsys) -> None:
-    become(1, 2)
-    ReportedRun().graph_reported(Report([BIG, CHANGED]))
-    assert not capsys.readouterr().out
-    become(0, 2)
-    ReportedRun().graph_reported(Report([BIG, CHANGED]))
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert "What each pass did to the joint graph" in text
-    # Nothing is cut, and a change stands beside its number.
-    for part in ("functionalize_writes", "60,000", "55,555", "-4,445", "12,345", "-12,345"):
-        assert part in text
-    assert "…" not in text
-
-
-def test_rank_0_announces_phases_to_a_launcher_that_shows_them(capsys, monkeypatch) -> None:
-    become(0, 2)
-    ReportedRun().phase("Capturing")
-    monkeypatch.setenv(PHASE, "1")
-    ReportedRun().phase("Running")
-    become(1, 2)
-    ReportedRun().phase("Compiling")
-    assert capsys.readouterr() == (f"{PHASE} Running\n", "")
 
 
 def compared(plan, issued=None, steps=0, **measured):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from graph_trainer.core.training.step_cache import TrainStep
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.validator import CheckedValidator, _NotEmpty, checked_validator
 
 from torchtitan.components.validate import BaseValidator, Validator  # isort: skip
@@ -63,6 +67,21 @@ def test_another_one_stays_and_the_log_says_so(caplog: pytest.LogCaptureFixture)
         logger.removeHandler(caplog.handler)
     assert mine.loss_fn is loss_fn
     assert "Mine and not torchtitan's Validator" in caplog.text
+
+
+def test_a_text_without_a_batch_to_validate_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPH_TRAINER_CACHE", str(tmp_path))
+    (tmp_path / "lone.txt").write_text("word " * 1000)  # without a blank line, one document
+    validator = made(Validator)
+    text = {"dataset": "text", "dataset_path": str(tmp_path / "lone.txt")}
+    validator.dl_config = TextDataLoader.Config(**text, split="validation")
+    validator.tokenizer = ByteBPETokenizer.Config(**text, vocab_size=258).build()
+    validator.dp_world_size, validator.dp_rank = 2, 0
+    validator.seq_len, validator.local_batch_size = 8, 1
+    with pytest.raises(ConfigError, match="validation split .* validator.dataloader.dataset_path"):
+        substituted(validator)
 
 
 def test_validation_draws_none_of_the_steps_random_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import datasets
 import pytest
 
 from graph_trainer.errors import ConfigError
@@ -56,3 +57,23 @@ def test_a_tokenizer_beside_other_data_says_what_it_is_trained_on(text: str) -> 
         load_config(other)
     for said in (("--tokenizer.dataset", "stdlib"), ("--tokenizer.dataset_path", text)):
         load_config([*other, *said])
+
+
+def test_a_dataset_of_torchtitans_has_a_document_for_each_data_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "three.jsonl").write_text("".join(['{"text": "some words"}\n'] * 3))
+    flags = ["--tokenizer.dataset", "stdlib", "--dataloader.type", "huggingface"]
+    flags += ["--dataloader.dataset_path", str(tmp_path / "text")]
+    load_config(flags, world_size=3)
+    load_config([*flags, "--parallelism.tensor_parallel_degree", "2"], world_size=4)
+    with pytest.raises(ConfigError, match="dataloader.dataset_path.* 3 documents for 4 data"):
+        load_config(flags, world_size=4)
+    validates = [flag.replace("--data", "--validator.data") for flag in flags[2:]]
+    with pytest.raises(ConfigError, match="validator.dataloader.dataset_path.* 3 documents for 4"):
+        load_config([*validates, "--validator.enable"], world_size=4)
+    (tmp_path / "text" / "three.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="dataloader.dataset_path.*cannot be read.*another path"):
+        load_config(flags, world_size=2)
