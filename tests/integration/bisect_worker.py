@@ -21,7 +21,6 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     infer_value,
     module_of,
-    tensor_of,
 )
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -30,7 +29,7 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
 from graph_trainer.train import leave, run
-from tests.unit.graphs import ALL_REDUCE, SCATTER, Decoder, aten, c10d, hungry
+from tests.unit.graphs import ALL_REDUCE, GATHER, SCATTER, Decoder, aten, c10d, hungry
 
 RESULTS = "GRAPH_TRAINER_TEST_BISECT"
 MODULE = "layers.3.feed_forward"
@@ -57,31 +56,29 @@ WRONG = Pass("wrong", Stage.CLEANUP, "for a test", _wrong)
 
 
 def _split(joint: gt.JointGraph, options: Any, context: gt.PassContext) -> None:
-    """An all-reduce and a slice in the place of a reduce-scatter, which no simulation can judge."""
-    scatter, *_ = joint.graph.find_nodes(op="call_function", target=SCATTER)
-    (wait,) = scatter.users
-    source, reduction, _, group = scatter.args
-    rows = tensor_of(scatter).shape[0]
-    start = dist.get_rank() * rows
-    node = source
+    """A reduce-scatter and an all-gather in the place of an all-reduce: no simulation judges it."""
+    reduce, *_ = joint.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    (wait,) = reduce.users
+    node, reduction, group = reduce.args
     for op, *args in (
-        (ALL_REDUCE, reduction, group),
+        (SCATTER, reduction, 2, group),
         (c10d.wait_tensor.default,),
-        (aten.slice.Tensor, 0, start, start + rows),
+        (GATHER, 2, group),
+        (c10d.wait_tensor.default,),
     ):
-        with joint.graph.inserting_before(scatter):
+        with joint.graph.inserting_before(reduce):
             node = joint.graph.call_function(op, (node, *args))
-        copy_annotations(scatter, node)
+        copy_annotations(reduce, node)
         infer_value(node)
     wait.replace_all_uses_with(node)
     joint.graph.erase_node(wait)
-    joint.graph.erase_node(scatter)
+    joint.graph.erase_node(reduce)
 
 
 def verified() -> str:
     """What `verify_passes` says of that."""
     torch.manual_seed(0)
-    model = gt.simple_fsdp(Decoder(), init_device_mesh("cpu", (2,)))
+    model = gt.simple_fsdp(Decoder(), init_device_mesh("cpu", (2,)), mode="replicate")
     joint = gt.capture(model, mean_square, (torch.randint(0, 12, (3, 5)),))
     split = Pass("split", Stage.CLEANUP, "for a test", _split)
     return gt.run_passes(joint, gt.PassConfig(passes=[split], verify_passes=True)).last.verified
