@@ -48,19 +48,19 @@ def main(argv: Sequence[str]) -> int:
     if argv:
         raise ConfigError(f"command line: doctor takes no arguments, found {' '.join(argv)}.")
     findings = examine()
-    lacking = plain_table("What will not work here, and what to do")
+    failures = plain_table("What will not work here, and what to do")
     has = plain_table("This machine")
-    for table, heading in ((lacking, "does not work"), (has, "state")):
+    for table, heading in ((failures, "does not work"), (has, "state")):
         table.add_column("what", no_wrap=True)
         table.add_column(heading, overflow="fold")
-    lacking.add_column("remedy", overflow="fold")
-    for each in sorted(findings, key=lambda each: not each.stops_training):
-        has.add_row(each.what, Text(each.state))
-        if each.lacks:
-            lacking.add_row(each.what, Text(each.lacks), Text(each.remedy))
-    print_table(lacking if lacking.row_count else "Everything works here.")
+    failures.add_column("remedy", overflow="fold")
+    for finding in sorted(findings, key=lambda finding: not finding.stops_training):
+        has.add_row(finding.what, Text(finding.state))
+        if finding.lacks:
+            failures.add_row(finding.what, Text(finding.lacks), Text(finding.remedy))
+    print_table(failures if failures.row_count else "Everything works here.")
     print_table(has)
-    return int(any(each.stops_training for each in findings))
+    return int(any(finding.stops_training for finding in findings))
 
 
 def examine() -> list[Finding]:
@@ -102,7 +102,7 @@ def _packages() -> list[Finding]:
         else:
             remedy = f"pip install '{need}'"
             unfit.append(Finding(need.name, version, f"training: {need} is needed", remedy, True))
-    named = [each for each in fine if each.startswith("torch")]
+    named = [fact for fact in fine if fact.startswith("torch")]
     fitting = f"{', '.join(named)} and {len(fine) - len(named)} others fit"
     return [*unfit, Finding("packages", fitting)]
 

@@ -190,23 +190,23 @@ def print_passes(argv: Sequence[str]) -> int:
         from graph_trainer.titan.config.load import load_config
 
         named = resolve_passes(load_config(argv, prog="graph-trainer passes").compile.passes)
-    passes = registered_passes() | {each.name: each for each in named}
+    passes = registered_passes() | {pass_.name: pass_ for pass_ in named}
     table = Table(title="Graph passes, in the order of their stages", title_justify="left")
     table.add_column("pass", no_wrap=True)
     table.add_column("stage", no_wrap=True)
     table.add_column("default", justify="center", no_wrap=True)
     table.add_column("what it does, and its options")
-    for each in sorted(passes.values(), key=lambda p: p.stage):
-        defaults = each.options_type()
+    for pass_ in sorted(passes.values(), key=lambda p: p.stage):
+        defaults = pass_.options_type()
         options = [
             f"  {field.name} = " + ("unset" if value is None else json.dumps(value, default=repr))
             for field in dataclasses.fields(defaults)
             for value in [getattr(defaults, field.name)]
         ]
         # Text and not markup, which would take "x[0]" in a summary for a style.
-        described = Text("\n".join([each.summary, *options]), overflow="fold")
-        default = "yes" if each.default and each.name in registered_passes() else "no"
-        table.add_row(each.name, each.stage.name.lower(), default, described)
+        described = Text("\n".join([pass_.summary, *options]), overflow="fold")
+        default = "yes" if pass_.default and pass_.name in registered_passes() else "no"
+        table.add_row(pass_.name, pass_.stage.name.lower(), default, described)
     print_table(table)
     return 0
 

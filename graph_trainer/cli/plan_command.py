@@ -255,11 +255,11 @@ def _print_dry_run(plan: Plan, ranks: str, notes: Iterable[str]) -> None:
 def _check_together(flags: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined."""
 
-    def given(*names: str) -> str:
-        """Return the first of these flags that is given, or ""."""
+    def first_flag(*names: str) -> str:
+        """Return the first of these flags that is first_flag, or ""."""
         return next((f"--{name.replace('_', '-')}" for name in names if getattr(flags, name)), "")
 
-    only_ours = given("save", "verify_order", "memory_curve", "table")
+    only_ours = first_flag("save", "verify_order", "memory_curve", "table")
     if only_ours and flags.like != GRAPH_TRAINER.name:
         raise ConfigError(
             f"{only_ours} is for runs of graph_trainer, and --like {flags.like} plans another "
@@ -267,9 +267,9 @@ def _check_together(flags: argparse.Namespace) -> None:
         )
     several = [name for name in _WRITERS if name not in ("json", "html")]
     if flags.verify_order:
-        if flag := given("compare", "rank", *_OF_ONE_PLAN, *_WRITERS):
+        if flag := first_flag("compare", "rank", *_OF_ONE_PLAN, *_WRITERS):
             raise ConfigError(f"--verify-order plans nothing: leave it or {flag} out")
-    elif flags.compare and (flag := given(*_OF_ONE_PLAN, *several)):
+    elif flags.compare and (flag := first_flag(*_OF_ONE_PLAN, *several)):
         raise ConfigError(
             f"{flag} is of one plan and --compare makes several: leave one of the two out"
         )
