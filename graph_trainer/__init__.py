@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from graph_trainer.core.partition.partitioned_step import PartitionedStep, partition
     from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
     from graph_trainer.core.passes.context import PassContext
-    from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+    from graph_trainer.core.passes.pass_list import PassConfig
+    from graph_trainer.core.passes.pipeline import run_passes
     from graph_trainer.core.runtime.step import Step, compile
     from graph_trainer.core.sharding.ordered_gloo import cpu_backend
     from graph_trainer.core.sharding.simple_fsdp import (
@@ -80,7 +81,7 @@ _MODULES = {
     "MixedPrecisionPolicy": "core.sharding.simple_fsdp",
     "NoOptions": "core.passes.base",
     "PartitionedStep": "core.partition.partitioned_step",
-    "PassConfig": "core.passes.pipeline",
+    "PassConfig": "core.passes.pass_list",
     "PassContext": "core.passes.context",
     "Stage": "core.passes.base",
     "Step": "core.runtime.step",

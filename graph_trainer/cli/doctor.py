@@ -25,7 +25,7 @@ from graph_trainer.core.runtime.backends.registry import (
     COMPILER_REMEDY,
     missing_compiler,
 )
-from graph_trainer.core.simulation.detect import detect_hardware
+from graph_trainer.core.simulation.detect import HARDWARE, detect_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table
@@ -119,8 +119,12 @@ def _devices() -> Iterator[Finding]:
         lacks = "NCCL, float8, FlexAttention's backward; ranks train on CPU with gloo, slowly"
         yield Finding("GPU", "none", lacks, "none needed for small models; NGPU starts CPU ranks")
     profile = detect_hardware()
-    why = () if profile.exact else ("passes and plans that know this device", profile.why)
-    yield Finding("hardware profile", profile.hardware.name, *why)
+    if profile.exact:
+        yield Finding("hardware profile", profile.hardware.name)
+    else:
+        lacks = "passes and plans that know this device"
+        remedy = profile.why.replace(HARDWARE, "compile.hardware")
+        yield Finding("hardware profile", profile.hardware.name, lacks, remedy)
 
 
 def _compiler() -> Finding:

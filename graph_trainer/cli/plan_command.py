@@ -48,11 +48,13 @@ from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.check import check_config, wanted_ranks, world_size_from_environment
+from graph_trainer.titan.config.core_settings import with_config_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.device_memory import share_of_host
 from graph_trainer.titan.files import check_outputs, published
+from graph_trainer.titan.memory_table import memory_table_to_toml
 from graph_trainer.titan.routing import Routing, mixtures_of, read_routing
 
 _DESCRIPTION = """\
@@ -189,7 +191,7 @@ def dry_run(argv: Sequence[str]) -> int:
         hardware = load_hardware(named)
     else:
         hardware = replace(detected.hardware, memory_gib=room.bytes / GIB)
-        notes = [] if detected.exact else [f"Simulated on {detected.why}."]
+        notes = [] if detected.exact else [f"Simulated on {with_config_keys(detected.why)}."]
     plan = _plan_dry(launch, hardware, captures, host_memory=lambda joint: on_host)
     ranks = f"{launch.world_size} ranks: {' '.join(launch.arguments[:2])}"
     _print_dry_run(plan, ranks, notes)
@@ -310,7 +312,7 @@ def _write_saved(plan: Plan, file: IO[str]) -> None:
 
 def _write_table(plan: Plan, file: IO[str]) -> None:
     assert plan.memory_table is not None, "checked before the work"
-    file.write(plan.memory_table.to_toml())
+    file.write(memory_table_to_toml(plan.memory_table))
 
 
 _OF_ONE_PLAN = ("memory_curve", "expert_imbalance", "routing")

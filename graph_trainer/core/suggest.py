@@ -1,11 +1,9 @@
-"""Suggest the known name that was meant, and show values as in TOML."""
+"""Suggest the known name that was meant."""
 
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 
 def nearest(
@@ -49,26 +47,3 @@ def did_you_mean(
     """
     close = nearest(name, known, 1, cutoff)
     return text.format(close[0]) if close else otherwise
-
-
-GUESS = "Did you mean {}? "
-
-
-def show(value: Any) -> str:
-    """Format `value` as a TOML author would write it, cut after 120 characters."""
-    text = as_toml(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def as_toml(value: Any) -> str:
-    """Format `value` as in a TOML file; None, which TOML does not have, as "unset"."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):  # as in JSON, which leaves one character that TOML escapes
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(as_toml, value))}]"
-    if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items())
-        return f"{{ {pairs} }}" if pairs else "{}"
-    return "unset" if value is None else str(value)

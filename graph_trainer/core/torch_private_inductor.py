@@ -142,7 +142,7 @@ def compile_part_with_inductor(
     if len(made) != 1:
         raise ConfigError(
             f"Inductor made {len(made)} programs of one region: its fallbacks split a graph. "
-            'compile.backend = "eager" or "inductor" does without regions'
+            'The backends "eager" and "inductor" do without regions'
         )
     return made[0]
 

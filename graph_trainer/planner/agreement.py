@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.ordering.agreement import OneRank
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
+from graph_trainer.core.passes.memory_table import MemoryTable
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.processes import in_processes
 

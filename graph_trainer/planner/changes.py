@@ -11,8 +11,8 @@ from functools import partial
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import ActivationPolicy
-from graph_trainer.core.passes.memory_limit import HELPS, KEY, enough_gib
-from graph_trainer.core.passes.pipeline import pass_by_pass, run_before, with_policy
+from graph_trainer.core.passes.memory_limit import enough_gib
+from graph_trainer.core.passes.pipeline import pass_by_pass, run_before
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory, plans_between
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
@@ -24,6 +24,7 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
 from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
 from graph_trainer.planner.processes import in_processes
+from graph_trainer.titan.config.core_settings import LIMIT_KEY, config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import COMMAND_LINE
 from graph_trainer.titan.routing import mixtures_of
@@ -71,59 +72,51 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
 
 
 def changes_that_help(plan: Plan) -> Iterator[Change]:
-    """Yield the changes of HELPS that a run does not have yet.
+    """Yield the changes with which a run that needs too much memory may need less.
 
     Where a plan of memory has filled more than the device has, the only one is a limit of that.
     """
     decided, room = plan.memory_table is not None, plan.hardware.memory_bytes
     if decided and plan.allowed_bytes == room:
-        yield {KEY: f"{plan.hardware.memory_gib:g}"}
+        yield {LIMIT_KEY: f"{plan.hardware.memory_gib:g}"}
         return
     if plan.allowed_bytes < plan.need.total <= room:
-        yield {KEY: enough_gib(plan.need.total)}
+        yield {LIMIT_KEY: enough_gib(plan.need.total)}
     config = plan.config
     training, parallelism = config.training, config.parallelism
     checkpointing = config.activation_checkpoint
     policy = type(checkpointing).__qualname__ if checkpointing else ""
-    for key in itertools.chain.from_iterable(each.keys for each in HELPS):
-        match key:
-            case "parallelism.fsdp_reshard_after_forward":
-                # It frees what is unsharded at the peak, and gaps of the allocator in proportion.
-                unsharded = plan.simulation.memory.peak_by_category()[Category.UNSHARDED]
-                freed = unsharded * plan.need.allocated / plan.need.alive
-                enough = min(_LEAST * plan.need.total, -plan.headroom_bytes)
-                if parallelism.fsdp_reshard_after_forward != "always" and freed >= enough:
-                    yield {key: "always"}
-            case "activation_checkpoint.type":
-                if "Full" not in policy and not decided:
-                    yield {key: "full"}
-                if not policy:
-                    yield {key: "selective"}
-            case "training.local_batch_size":
-                if training.local_batch_size > 1:
-                    yield {key: str(training.local_batch_size // 2)}
-            case "training.seq_len":
-                yield {key: str(training.seq_len // 2)}
-            case "loss.type":
-                if "Chunked" not in type(config.loss).__qualname__:
-                    yield {key: "chunked_cross_entropy"}
-            case "compile.backend":
-                if not find_backend(config.compile.backend).fuses_ops:
-                    for backend in BACKENDS.values():
-                        if backend.fuses_ops:
-                            yield {key: backend.name}
-            case "parallelism.tensor_parallel_degree" | "parallelism.context_parallel_degree":
-                degree = 2 * getattr(parallelism, key.rpartition(".")[2])
-                if parallelism.data_parallel_shard_degree == -1 and plan.world_size % degree == 0:
-                    yield {key: str(degree)}
-            case "parallelism.expert_parallel_degree":
-                if config.model_spec and mixtures_of(config.model_spec.model):
-                    yield {key: str(2 * parallelism.expert_parallel_degree)}
-            case "parallelism.data_parallel_shard_degree":
-                if parallelism.data_parallel_replicate_degree > 1:
-                    yield {"parallelism.data_parallel_replicate_degree": "1", key: "-1"}
-            case _:
-                raise AssertionError(f"{key} has no values to try")
+    # It frees what is unsharded at the peak, and gaps of the allocator in proportion.
+    unsharded = plan.simulation.memory.peak_by_category()[Category.UNSHARDED]
+    freed = unsharded * plan.need.allocated / plan.need.alive
+    enough = min(_LEAST * plan.need.total, -plan.headroom_bytes)
+    if parallelism.fsdp_reshard_after_forward != "always" and freed >= enough:
+        yield {RESHARD: "always"}
+    if "Full" not in policy and not decided:
+        yield {POLICY: "full"}
+    if not policy:
+        yield {POLICY: "selective"}
+    if training.local_batch_size > 1:
+        yield {"training.local_batch_size": str(training.local_batch_size // 2)}
+    yield {"training.seq_len": str(training.seq_len // 2)}
+    if parallelism.data_parallel_replicate_degree > 1:
+        yield {
+            "parallelism.data_parallel_replicate_degree": "1",
+            "parallelism.data_parallel_shard_degree": "-1",
+        }
+    for name in ("tensor_parallel_degree", "context_parallel_degree"):
+        degree = 2 * getattr(parallelism, name)
+        if parallelism.data_parallel_shard_degree == -1 and plan.world_size % degree == 0:
+            yield {f"parallelism.{name}": str(degree)}
+    if config.model_spec and mixtures_of(config.model_spec.model):
+        experts = 2 * parallelism.expert_parallel_degree
+        yield {"parallelism.expert_parallel_degree": str(experts)}
+    if "Chunked" not in type(config.loss).__qualname__:
+        yield {"loss.type": "chunked_cross_entropy"}
+    if not find_backend(config.compile.backend).fuses_ops:
+        for backend in BACKENDS.values():
+            if backend.fuses_ops:
+                yield {"compile.backend": backend.name}
 
 
 def advise(
@@ -186,7 +179,7 @@ def fitting_together(
         the first of these runs that fits; nothing where none does, or where one change is enough, a
         higher limit left aside.
     """
-    by_need = [outcome for outcome in advice if KEY not in outcome.config]
+    by_need = [outcome for outcome in advice if LIMIT_KEY not in outcome.config]
     if any(outcome.fits for outcome in by_need):
         return []
     planned = partial(_planner_of(plan), world_size=plan.world_size, captures=plan.captures)
@@ -318,6 +311,7 @@ def compare(
     return outcomes
 
 
+@config_keys_in_errors()
 def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> list[Outcome]:
     """Plan the run under every fixed policy, and under plans of memory from the least to the most.
 
@@ -330,7 +324,14 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         CaptureError, PassError, VerificationError: as `make_plan`.
     """
     run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
-    passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
+    of_run = run.pass_config(hardware=plan.hardware)
+    auto = of_run.reshard_after_forward == "auto"
+    passes = replace(
+        of_run,
+        activation_policy="none",
+        reshard_after_forward="default" if auto else of_run.reshard_after_forward,
+        memory_limit_gib=0.0,
+    )
 
     def summed_up(change: Change, trial: JointGraph) -> Outcome:
         simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
@@ -338,20 +339,22 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
 
     def fixed(policy: ActivationPolicy) -> Outcome:
-        auto = passes.reshard_after_forward == "auto"
-        reshard = "default" if auto else passes.reshard_after_forward
-        of_policy = with_policy(passes, policy, reshard_after_forward=reshard)
-        if of_policy == passes and not plan.limit_bytes:
+        if policy == of_run.activation_policy and not auto and not plan.limit_bytes:
             return outcome_of({POLICY: policy}, plan)
         trial = plan.captures.of(run)
-        list(pass_by_pass(trial, of_policy))
+        list(pass_by_pass(trial, replace(passes, activation_policy=policy)))
         return summed_up({POLICY: policy}, trial)
 
     spread = partial(in_processes, processes=processes)
     policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
     outcomes = spread(fixed, policies, on_start=lambda policy: on_progress(f"the policy {policy}"))
     captured = plan.captures.of(run)
-    planned = with_policy(passes, "budget", reshard_after_forward="auto")
+    planned = replace(
+        passes,
+        activation_policy="budget",
+        reshard_after_forward="auto",
+        memory_limit_gib=plan.hardware.memory_gib,
+    )
     context = run_before(captured, planned, plan_memory)
     plans = plans_between(captured, context, _PLANS)
 
@@ -359,7 +362,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         _, trial = kept_and_trial
         outcome = summed_up({POLICY: "budget"}, trial())
         limit = math.ceil(outcome.needed_bytes / GIB * 1e4) / 1e4
-        return replace(outcome, config=outcome.config | {KEY: f"{limit:.4f}"})
+        return replace(outcome, config=outcome.config | {LIMIT_KEY: f"{limit:.4f}"})
 
     def announce(kept_and_trial: tuple[int, Callable[[], JointGraph]]) -> None:
         kept_bytes, _ = kept_and_trial

@@ -16,7 +16,7 @@ from graph_trainer.core.capture.capture import capture_step
 from graph_trainer.core.capture.tracing.trace import Step
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import scalar_loss
-from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.torch_private_groups import become
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.ordering.agreement import Agreement
-from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
+from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.simulate import Simulation
 

@@ -17,11 +17,12 @@ from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.memory_limit import DeviceMemoryOf, host_memory_of, unknown
+from graph_trainer.core.passes.memory_table import MemoryTable
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
-from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass, with_policy
+from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
@@ -31,6 +32,7 @@ from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
+from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
 
@@ -190,6 +192,7 @@ def model_name(config: GraphTrainerConfig) -> str:
     return f"{spec.name} {spec.flavor}" if spec is not None else "model"
 
 
+@config_keys_in_errors()
 def make_plan(
     config: GraphTrainerConfig,
     world_size: int,
@@ -243,9 +246,9 @@ def make_plan(
         blocks = Counter(block_of(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER))
         blocks.pop(None, None)  # parameters outside the blocks
         options = OverlapFsdpOptions(in_flight=max(blocks.values(), default=1))
-        passes = with_policy(
+        passes = replace(
             passes,
-            "none",
+            activation_policy="none",
             passes=("default", overlap_fsdp.name),
             disable_passes=(bucket_collectives.name, schedule_overlap.name),
             options={overlap_fsdp.name: options},

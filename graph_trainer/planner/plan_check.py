@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, VerificationError
@@ -16,6 +15,8 @@ from graph_trainer.planner.fingerprint import Fingerprint
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import REMEDY, SavedPlan, pass_names
 from graph_trainer.titan.config.check import world_size_from_environment
+from graph_trainer.titan.config.core_settings import LIMIT_KEY as KEY
+from graph_trainer.titan.config.core_settings import with_config_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -65,7 +66,9 @@ class PlanCheck:
             if not rehearses:
                 detected = detect_hardware()
                 # a substitute may have the name of the plan's profile
-                hardware = detected.hardware.name if detected.exact else detected.why
+                hardware = (
+                    detected.hardware.name if detected.exact else with_config_keys(detected.why)
+                )
             config = replace(config, compile=replace(config.compile, hardware=hardware))
         now = parse_toml(config_to_toml(config), "config") | {"versions": versions()}
         return cls(plan, path, differences(planned | {"versions": plan.versions}, now))

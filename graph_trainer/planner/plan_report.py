@@ -17,8 +17,6 @@ from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import is_backward, owner_of, parameters_of, phase_of
 from graph_trainer.core.names import without_layer
-from graph_trainer.core.passes.memory_limit import KEY
-from graph_trainer.core.passes.plan_memory.table import in_ranges
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -29,10 +27,12 @@ from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
+from graph_trainer.titan.config.core_settings import LIMIT_KEY, with_config_keys
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.context_parallel import applied_method
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.memory_table import in_ranges
 
 SCHEMA = "graph_trainer.plan/2"
 """Changes when a key changes its meaning or goes; new keys do not change it."""
@@ -59,6 +59,7 @@ CATEGORIES = {
 def plan_report(plan: Plan) -> dict[str, Any]:
     """Make the report of a plan."""
     simulation = plan.simulation
+    remarks = [(row.name, row.remarks) for row in plan.rows if row.remarks]
     longest = nlargest(LARGEST_SHOWN, simulation.timeline.exposed, key=lambda w: w.seconds)
     return {
         "schema": SCHEMA,
@@ -74,7 +75,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "parameters": plan.num_parameters,
         "nodes": plan.rows[-1].nodes,
         "ledger": [_row(row) for row in plan.rows],
-        "remarks": standing_remarks((row.name, row.remarks) for row in plan.rows if row.remarks),
+        "remarks": [with_config_keys(remark) for remark in standing_remarks(remarks)],
         "peak": _peak(plan),
         "allocated_bytes": plan.need.allocated,
         "needed_bytes": plan.need.total,
@@ -196,8 +197,9 @@ def _spare(plan: Plan) -> str:
     limit = math.floor(10 * plan.allowed_bytes / GIB) / 10
     return (
         f"What backward makes again, activations and gathered parameters, takes {part:.1%} of the "
-        f"step, and there is room to keep more: --{POLICY} budget --{KEY} {limit:g} --{RESHARD} "
-        "auto makes again only what does not fit, and --memory-curve shows what each limit gives."
+        f"step, and there is room to keep more: --{POLICY} budget --{LIMIT_KEY} {limit:g} "
+        f"--{RESHARD} auto makes again only what does not fit, and --memory-curve shows what each "
+        "limit gives."
     )
 
 
@@ -255,8 +257,8 @@ def _row(row: LedgerRow) -> dict[str, Any]:
         "step_seconds": row.step_seconds,
         "exposed_seconds": {t.value: row.exposed_seconds.get(t, 0.0) for t in Traffic},
         "pass_seconds": row.seconds,
-        "rolled_back": row.rolled_back or None,
-        "remarks": list(row.remarks),
+        "rolled_back": with_config_keys(row.rolled_back) or None,
+        "remarks": [with_config_keys(remark) for remark in row.remarks],
     }
 
 
@@ -276,7 +278,7 @@ def _advice(outcome: Outcome) -> dict[str, Any]:
 
 
 def _curve_point(outcome: Outcome) -> dict[str, Any]:
-    limit = outcome.config.get(KEY)
+    limit = outcome.config.get(LIMIT_KEY)
     return {
         "policy": outcome.config[POLICY],
         "limit_bytes": int(float(limit) * GIB) if limit else None,

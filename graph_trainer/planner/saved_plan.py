@@ -17,7 +17,7 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
-from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.passes.pass_list import pass_list
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
@@ -27,6 +27,7 @@ from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.step_inputs import pass_config
 from graph_trainer.titan.strict import Strict
 
 SCHEMA: Final = "graph_trainer.saved_plan/4"
@@ -169,8 +170,7 @@ def plan_every_class(
 
 def pass_names(config: GraphTrainerConfig) -> tuple[str, ...]:
     """Return the names of the passes that a config selects, in order."""
-    passes = resolve_passes(config.compile.passes, config.compile.disable_passes)
-    return tuple(pass_.name for pass_ in passes)
+    return tuple(pass_.name for pass_ in pass_list(pass_config(config)))
 
 
 def _predicted(plan: Plan) -> Predicted:

@@ -12,11 +12,11 @@ from rich.console import RenderableType, group
 from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds, shown_name
-from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import MIB, gib
 from graph_trainer.planner.console import Name, PlainTable, plain_table
 from graph_trainer.planner.measures import duration, measure
 from graph_trainer.planner.plan_report import CATEGORIES
+from graph_trainer.titan.config.core_settings import LIMIT_KEY
 
 _LAYERS_SHOWN = 5
 
@@ -276,14 +276,16 @@ def allowed_bytes(report: dict[str, Any]) -> int:
 
 def bound_of(report: dict[str, Any]) -> str:
     """Return the name of what bounds the memory: the key of the limit, or the hardware."""
-    return KEY if allowed_bytes(report) == report["limit_bytes"] else report["hardware"]["name"]
+    return (
+        LIMIT_KEY if allowed_bytes(report) == report["limit_bytes"] else report["hardware"]["name"]
+    )
 
 
 def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable:
     """Make a table with a row for each combination; `allowed` bytes is what all of them may need
     that compare no limits."""
     most = measure("bytes", [allowed], significant=3).text(allowed)
-    limits = f", and at most the row's {KEY}" if KEY in rows[0]["config"] else ""
+    limits = f", and at most the row's {LIMIT_KEY}" if LIMIT_KEY in rows[0]["config"] else ""
 
     fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
     table = _table(

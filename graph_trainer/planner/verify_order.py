@@ -19,6 +19,7 @@ from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, dec
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 MOST_CLASSES = 27
@@ -33,6 +34,7 @@ _Layout = tuple[Shape, tuple[tuple[str, int, int], ...]]
 tensor dimension."""
 
 
+@config_keys_in_errors()
 def verify_order(
     config: GraphTrainerConfig,
     world_size: int,

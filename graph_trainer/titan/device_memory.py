@@ -14,8 +14,9 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.analysis.memory import given_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
-from graph_trainer.core.passes.memory_limit import KEY, DeviceMemory
+from graph_trainer.core.passes.memory_limit import DeviceMemory
 from graph_trainer.core.units import gib
+from graph_trainer.titan.config.core_settings import LIMIT_KEY
 from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -70,9 +71,9 @@ class MemoryOfRun:
             free, source = self._free()
         except (OSError, RuntimeError, AttributeError, psutil.Error) as error:
             logger.warning(
-                f"{KEY} is unset, and it is unknown how much memory '{self._device}' has free "
-                f"({error}): a step that does not fit is not refused. Set {KEY} to the GiB that a "
-                "step may need there"
+                f"{LIMIT_KEY} is unset, and it is unknown how much memory '{self._device}' has "
+                f"free ({error}): a step that does not fit is not refused. Set {LIMIT_KEY} to the "
+                "GiB that a step may need there"
             )
             return None
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -13,6 +13,7 @@ from torch import nn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.text import width_of_ranks
+from graph_trainer.titan.config.core_settings import with_config_keys
 
 
 class RunObserver:
@@ -57,4 +58,5 @@ class ReportedRun(RunObserver):
     def graph_reported(self, report: Report) -> None:
         """Print the table of the passes."""
         if dist.get_rank() == 0:
-            print(f"What each pass did to the joint graph\n\n{report.text(width_of_ranks())}\n")
+            text = with_config_keys(report.text(width_of_ranks()))
+            print(f"What each pass did to the joint graph\n\n{text}\n")

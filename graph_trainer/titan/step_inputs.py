@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch import nn
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 
-from graph_trainer.core.passes.catalogue import resolve_passes
-from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.titan.activation_policies import activation_settings
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
@@ -63,32 +63,21 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def passes_of(
-    config: GraphTrainerConfig,
-    parallel_dims: ParallelDims,
-    hardware: Hardware | None = None,
-    **of_machine: Any,
-) -> PassConfig:
-    """Return the passes that the config selects, with their options.
-
-    Args:
-        hardware: the profile where `compile.hardware` names none.
-        of_machine: other fields of `PassConfig` that no config decides: what the device and the
-            host have.
+def pass_config(config: GraphTrainerConfig) -> PassConfig:
+    """Return what a config alone says of the passes: the list, their options and the settings.
 
     Raises:
-        PassError: a pass that is unknown or out of place.
-        ConfigError: `compile.hardware` is not a profile.
+        PassError: settings that exclude each other.
+        ConfigError: `compile.hardware` or the memory table cannot be read.
     """
-    ours = config.compile
+    ours, hardware = config.compile, None
     if ours.hardware is not None:
         hardware = load_hardware(ours.hardware, "compile.hardware")
-    listed = resolve_passes(ours.passes, ours.disable_passes)
-    changed = changed_sections(ours)
+    sections = changed_sections(ours).items()
     return PassConfig(
         passes=tuple(ours.passes),
         disable_passes=tuple(ours.disable_passes),
-        options={p.name: getattr(ours, p.section) for p in listed if p.section in changed},
+        options={pass_.name: getattr(ours, section) for section, pass_ in sections},
         bitwise=ours.bitwise,
         verify_passes=ours.verify_passes,
         memory_limit_gib=ours.memory_limit_gib,
@@ -96,6 +85,29 @@ def passes_of(
         hardware=hardware,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         **activation_settings(config.activation_checkpoint),
+    )
+
+
+def passes_of(
+    config: GraphTrainerConfig,
+    parallel_dims: ParallelDims,
+    hardware: Hardware | None = None,
+    **of_machine: Any,
+) -> PassConfig:
+    """Return `pass_config` for the ranks of a run.
+
+    Args:
+        hardware: the profile where `compile.hardware` names none.
+        of_machine: other fields of `PassConfig` that no config decides: what the device and the
+            host have.
+
+    Raises:
+        PassError, ConfigError: as `pass_config`.
+    """
+    passes = pass_config(config)
+    return replace(
+        passes,
+        hardware=passes.hardware or hardware,
         pipeline_parallel=parallel_dims.pp_enabled,
         other_memory=other_memory_of(config, parallel_dims.dp_replicate * parallel_dims.dp_shard),
         **of_machine,

@@ -24,12 +24,10 @@ from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.agreement import published_failure
-from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import describe_missing_ranks, failed_collective
 from graph_trainer.core.runtime.step import Gradients
-from graph_trainer.core.suggest import show
 from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
@@ -38,6 +36,12 @@ from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpoint_states import GENERATORS, Generators, keep_generators_from
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.core_settings import (
+    LIMIT_KEY,
+    config_keys_in_errors,
+    with_config_keys,
+)
+from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
     of_captured_steps,
@@ -54,6 +58,7 @@ from graph_trainer.titan.device import (
 )
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.export import described, write_beside_weights
+from graph_trainer.titan.memory_table import memory_table_to_toml
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans
 from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver
@@ -153,7 +158,7 @@ class GraphTrainer(Trainer):
             partition=compile_config.partition,
             full_capture=compile_config.full_capture or None,
             max_graphs=compile_config.max_graphs,
-            on_event=logger.info,
+            on_event=lambda line: logger.info(with_config_keys(line)),
             on_report=self._reported,
             **options,
         )
@@ -165,7 +170,7 @@ class GraphTrainer(Trainer):
         if table is not None and planned and dist.get_rank() == 0:
             path = Path(self.config.dump_folder) / MEMORY_TABLE
             try:
-                path.write_text(table.to_toml(), encoding="utf-8")
+                path.write_text(memory_table_to_toml(table), encoding="utf-8")
             except OSError as error:  # the run needs no such file
                 logger.warning(f"What backward keeps cannot be written to {path}: {error}")
             else:
@@ -187,8 +192,8 @@ class GraphTrainer(Trainer):
         """Return the `MemoryOfRun` of this run; warn if the memory limit is off."""
         if self.config.compile.memory_limit_gib == 0:
             logger.warning(
-                f"{KEY} = 0: a step that needs more memory than there is runs all the same, and "
-                f"the system may kill it. Unset {KEY} to refuse such a step"
+                f"{LIMIT_KEY} = 0: a step that needs more memory than there is runs all the same, "
+                f"and the system may kill it. Unset {LIMIT_KEY} to refuse such a step"
             )
         return MemoryOfRun(self.device, self._model.parameters(), self.optimizers)
 
@@ -323,9 +328,11 @@ class GraphTrainer(Trainer):
 
     @contextlib.contextmanager
     def _naming_who_is_missing(self) -> Iterator[None]:
-        """Turn a collective that fails inside into a TrainingError."""
+        """Turn a collective that fails inside into a TrainingError, and let errors of the core name
+        the keys of the config."""
         try:
-            yield
+            with config_keys_in_errors():
+                yield
         except (CollectiveError, RuntimeError) as error:
             failed = error if isinstance(error, CollectiveError) else failed_collective(error, None)
             if failed is None:

@@ -1,4 +1,4 @@
-"""What each module of the package may import, read from the source.
+"""What each module of the package may import, and what the core may name, read from the source.
 
 Imports point down only, from cli over planner, train, titan and core to errors, without a cycle
 between modules or between folders, the core's own included; imports for type checkers and imports
@@ -9,6 +9,7 @@ files.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -198,3 +199,19 @@ def test_every_module_of_the_core_imports_without_torchtitan():
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == PACKAGE / "__init__.py"
+
+
+CONFIG_KEY = re.compile(
+    r"\b(training|parallelism|activation_checkpoint|(?<!utils\.)checkpoint|(?<!torch\.)compile)\.[a-z_]+"
+)
+
+
+def test_the_core_names_no_key_of_a_config():
+    """It names its own settings; `titan.config.core_settings` puts keys in their place."""
+    for module, tree in sources().items():
+        if not within(module, "graph_trainer.core"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                key = CONFIG_KEY.search(node.value)
+                assert key is None, f"{module}, line {node.lineno}, names {key[0]}"

@@ -176,7 +176,7 @@ def _reads(
                     f"backward's node '{node.name}' ({node.target}) reads '{value.name}', a number "
                     "that data decide in forward, such as the tokens that an expert receives; a "
                     "graph of its own takes tensors only: run forward and backward as one graph, "
-                    'with gt.compile or compile.mode = "aot_fx_trace"'
+                    "with gt.compile or TrainStep.partitioned = False"
                 )
             if not isinstance(value_of(value), torch.Tensor):
                 raise PassError(

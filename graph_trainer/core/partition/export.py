@@ -39,7 +39,8 @@ from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.backend import OnPartition, observed, run_as_it_is
 from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
-from graph_trainer.core.passes.pipeline import PassConfig, run_tags
+from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.passes.pipeline import run_tags
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.step import run_compiled
 from graph_trainer.core.torch_private_compile import (

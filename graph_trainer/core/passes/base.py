@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -48,7 +48,7 @@ class Pass:
     """Whether the pass list "default" includes it. Read of built-in passes only."""
     optional: bool = False
     """Whether a step needs it only to be faster: it is rolled back where the step would need more
-    memory than `compile.memory_limit_gib` after it, and after all later passes. For prefetching,
+    memory than `PassConfig.memory_limit_gib` after it, and after all later passes. For prefetching,
     bucketing, overlap."""
     changes_sums: bool = False
     """Whether it may change the order in which numbers are added, and so the last bits."""
@@ -57,17 +57,9 @@ class Pass:
     `changes_sums` is then refused."""
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
-    required_for: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    """Fields of `PassConfig`, "gt.offload" or "memory_table.offloaded", and their values that this
-    pass carries out: without a pass for a value that is set the list is refused. See
-    `without_effect`."""
-    relies_on: tuple[str, ...] = ()
-    """Names of passes that have to be in the list as well for it to have an effect."""
-    before: tuple[str, ...] = ()
-    """Names of passes that may not run before it, or it has no effect or not all of it."""
     needs_hardware: Callable[[Any, RunSettings], bool] = lambda options, settings: False
-    """Whether it decides by simulation with these options, and so by `compile.hardware`, on which
-    the ranks agree first."""
+    """Whether it decides by simulation with these options, and so by `PassConfig.hardware`, on
+    which the ranks agree first."""
 
     def __post_init__(self) -> None:
         try:

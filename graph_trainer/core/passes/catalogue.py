@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import RunSettings
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
@@ -68,7 +65,7 @@ def load_pass(text: str) -> Pass:
             a built-in one.
     """
     module_name, _, name = text.partition(":")
-    entry = f"compile.passes: '{text}'"
+    entry = f"PassConfig.passes: '{text}'"
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise PassError(f"{entry}: write package.module:name, without spaces")
     try:
@@ -119,7 +116,7 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     for names in (passes, disable_passes):
         if names is None or isinstance(names, str):
             raise PassError(
-                f"compile.passes and compile.disable_passes are lists of names; got {names!r}"
+                f"PassConfig.passes and PassConfig.disable_passes are lists of names; got {names!r}"
             )
     selected: list[Pass] = []
     for entry in passes:
@@ -127,8 +124,8 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
             selected.append(entry)
         elif not isinstance(entry, str):
             raise PassError(
-                f"compile.passes: {entry!r} is neither a name nor a Pass; make a function a pass "
-                "with @graph_pass(stage=..., summary=...)"
+                f"PassConfig.passes: {entry!r} is neither a name nor a Pass; make a function a "
+                "pass with @graph_pass(stage=..., summary=...)"
             )
         elif entry == "default":
             selected += [p for p in known.values() if p.default]
@@ -140,7 +137,7 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     names = [p.name for p in selected]
     if twice := [name for place, name in enumerate(names) if name in names[:place]]:
         raise PassError(
-            f"compile.passes: '{twice[0]}' is listed twice; a pass runs once: remove one"
+            f"PassConfig.passes: '{twice[0]}' is listed twice; a pass runs once: remove one"
         )
     if "default" in passes:
         # in a stage, built-in passes are in the order of the catalogue, others where they were put
@@ -150,115 +147,11 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     for before, after in zip(selected, selected[1:], strict=False):
         if after.stage < before.stage:
             raise PassError(
-                f"compile.passes: '{after.name}' (stage {after.stage.name}) is listed after "
+                f"PassConfig.passes: '{after.name}' (stage {after.stage.name}) is listed after "
                 f"'{before.name}' (stage {before.stage.name}); put it in front, stages run in "
                 "the order CLEANUP, STRUCTURE, TAG, REMATERIALIZE, COMMUNICATION, SCHEDULE"
             )
     return selected
-
-
-WITHOUT_PASSES = {
-    "reshard_after_forward": "never",
-    "activation_policy": "none",
-    "allow_offload": False,
-}
-"""By setting that passes carry out, the value that needs none."""
-
-
-class Idle(NamedTuple):
-    """A setting of a run, or an option of a pass, that would have no effect."""
-
-    of: str
-    """The pass whose option it is; "" for a setting."""
-    name: str
-    value: Any
-    problem: str
-    """A clause, without a full stop."""
-    remedy: str = ""
-    """A sentence without a full stop: what to do about the list of passes."""
-    other: str = ""
-    """Instead of a remedy, the field (of the same pass, or a setting) on which it depends."""
-    acting: tuple[Any, ...] = ()
-    """The other field's values with which this one acts."""
-
-
-def without_effect(
-    selected: Sequence[Pass],
-    disabled: Sequence[str],
-    settings: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Iterator[Idle]:
-    """Yield the settings and options that would have no effect with these passes.
-
-    A setting needs the passes that list its value in `required_for`: those of the user if there are
-    any, else the built-in ones. An option needs its pass. Each needed pass and all passes that it
-    relies on (`relies_on`) must be selected, and none may be listed after a pass of its `before`. A
-    field that declares `acts_with` needs one of the declared values in each field named there.
-
-    Args:
-        selected: the list, in order.
-        disabled: names that were left out of it, for the remedy.
-        settings: by name, the values of fields of `RunSettings`. "gt.offload" is true if the model
-            asks for copies in host memory, "memory_table.offloaded" if the memory table does.
-        options: by pass, its options.
-    """
-    # options first: a user has written them, where a setting may be the default
-    for of, given in options.items():
-        if lack := lacking(selected, disabled, of):
-            # an option that is given with its default is refused as well: the user has written it
-            names = [f.name for f in fields(given)]
-            changed = [f.name for f in fields(given) if getattr(given, f.name) != f.default]
-            yield from (Idle(of, name, getattr(given, name), *lack) for name in changed or names)
-    for setting, value in settings.items():
-        of_user = [p for p in selected if p not in _BUILT_IN]
-        carriers = [p for p in of_user if value in p.required_for.get(setting, ())]
-        if not carriers:
-            carriers = [p for p in _BUILT_IN if value in p.required_for.get(setting, ())]
-        for each in carriers:
-            if lack := lacking(selected, disabled, each.name):
-                yield Idle("", setting, value, *lack)
-    yield from idle_fields(settings, options)
-
-
-def idle_fields(settings: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Idle]:
-    """Yield the fields that are set and have no effect, since another field has a wrong value: see
-    `acts_with`. Arguments are those of `without_effect`."""
-    run_settings = [field for field in fields(RunSettings) if field.name in settings]
-    declared = [("", field, dict(settings)) for field in run_settings]
-    for pass_name, given in options.items():
-        values = {field.name: getattr(given, field.name) for field in fields(given)}
-        declared += [(pass_name, field, values) for field in fields(given)]
-    for pass_name, field, values in declared:
-        value = values[field.name]
-        if value == field.default:
-            continue
-        for other, acting in field.metadata.get("acts_with", {}).items():
-            if {**settings, **values}[other] not in acting:
-                problem = "has no effect"
-                yield Idle(pass_name, field.name, value, problem, other=other, acting=acting)
-
-
-def lacking(
-    selected: Sequence[Pass], disabled: Sequence[str], carrier: str
-) -> tuple[str, str] | None:
-    """Return why a pass of this name would have no effect in a list of passes, and the remedy; None
-    if it has one. The other arguments are those of `without_effect`."""
-    place = {p.name: number for number, p in enumerate(selected)}
-    known = registered_passes() | {p.name: p for p in selected}
-    names = [carrier]
-    for name in names:
-        if name not in place:
-            if name in disabled:
-                lack, remedy = "in compile.disable_passes", "out of compile.disable_passes"
-                return f"has no effect: the pass {name} is {lack}", f'Take "{name}" {remedy}'
-            lack = f"has no effect: the pass {name} is not in compile.passes"
-            return lack, f'Add "{name}" to compile.passes'
-        for later in known[name].before:
-            if place.get(later, place[name]) < place[name]:
-                problem = f"has no effect: the pass {name} is listed after {later}"
-                return problem, f'Put "{name}" in front of "{later}" in compile.passes'
-        names += [n for n in known[name].relies_on if n not in names]
-    return None
 
 
 def check_bitwise(selected: Sequence[Pass]) -> None:
@@ -266,9 +159,9 @@ def check_bitwise(selected: Sequence[Pass]) -> None:
     for each in selected:
         if each.changes_sums and not each.has_bitwise_mode:
             raise PassError(
-                f"compile.bitwise = true, and the pass '{each.name}' declares that it changes the "
-                "order of sums (changes_sums): take it out of compile.passes, or set "
-                "compile.bitwise = false"
+                f"PassConfig.bitwise: the pass '{each.name}' declares that it changes the order of "
+                "sums (changes_sums): take it out of PassConfig.passes, or set "
+                "PassConfig.bitwise = False"
             )
 
 
@@ -278,5 +171,5 @@ def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     own = ": one of your own is written package.module:name."
     hint = own if "." in name else did_you_mean(name, [*known, "default"], otherwise=own)
     raise PassError(
-        f"compile.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
+        f"PassConfig.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
-from graph_trainer.core.simulation.detect import HARDWARE_KEY, Detected, detect_for
+from graph_trainer.core.passes.memory_table import MemoryTable
+from graph_trainer.core.simulation.detect import HARDWARE, Detected, detect_for
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
 from graph_trainer.core.simulation.simulate import (
     NO_OTHER_MEMORY,
@@ -29,19 +30,6 @@ ActivationPolicy = Literal["none", "selective", "full", "layers", "budget", "fil
 OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 
 
-def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
-    """Declare a field that has an effect only where other fields have certain values.
-
-    Elsewhere another value than its default is refused. The field is one of a run's settings or of
-    a pass's options.
-
-    Args:
-        others: by name of a field of the same class, or else of a setting of the run, the values
-            with which this one acts.
-    """
-    return field(default=default, metadata={"acts_with": others})
-
-
 def check_choice(name: str, value: object, literal: Any) -> None:
     """Refuse a value that is none of a Literal's, with a PassError that lists them and guesses."""
     known = get_args(literal)
@@ -57,9 +45,10 @@ class RunSettings:
     reshard_after_forward: ReshardAfterForward | None = None
     """Which parameters are freed after forward and gathered again in backward. "always": all
     that backward reads. "never": none. "default": all but the last bucket (final norm and output
-    head), since backward starts with it. "auto": chosen by `plan_memory`. None is
-    "default" where the pass list has `tag_fsdp_unshards` and `rematerialize`, and "never" where
-    it has not, while a value that is set is refused without the passes that carry it out."""
+    head), since backward starts with it. "auto": chosen by `plan_memory` within
+    `memory_limit_gib`. The passes that carry out a value are added to a list without them. None
+    adds none: it is "default" where the list has `tag_fsdp_unshards` and `rematerialize`, and
+    "never" where it has not."""
 
     activation_policy: ActivationPolicy = "none"
     """Which activations are freed after forward and computed again in backward, in every block:
@@ -68,18 +57,20 @@ class RunSettings:
     "file": what `memory_table` says; see `plan_memory`. "user": what checkpoints in the model ask
     for, which every policy carries out, and nothing else."""
 
-    recompute_matmuls_of: tuple[str, ...] = acts_with((), activation_policy=("selective",))
-    """Parts of module names whose matrix products "selective" recomputes without counting them."""
+    recompute_matmuls_of: tuple[str, ...] = ()
+    """Parts of module names whose matrix products "selective" recomputes without counting them.
+    Read under "selective" alone."""
 
-    recompute_every_nth_block: int = acts_with(2, activation_policy=("layers",))
+    recompute_every_nth_block: int = 2
     """Of which blocks "layers" keeps the input only: every nth, counted from 1. With 3 the third is
-    the first."""
+    the first. Read under "layers" alone."""
 
-    memory_table: MemoryTable | None = acts_with(None, activation_policy=("file",))
-    """The `MemoryTable` that "file" follows."""
+    memory_table: MemoryTable | None = None
+    """The `MemoryTable` that "file" follows. Read under "file" alone."""
 
-    allow_offload: bool = acts_with(False, activation_policy=("budget",))
-    """Whether "budget" may keep inputs of blocks in host memory, where the device has its own."""
+    allow_offload: bool = False
+    """Whether "budget" may keep inputs of blocks in host memory, where the device has its own.
+    Read under "budget" alone."""
 
     pipeline_parallel: bool = False
     """Whether the graph is that of one pipeline stage: "default" then keeps every parameter, as
@@ -103,33 +94,52 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.reshard_after_forward is not None:
-            check_choice("reshard_after_forward", self.reshard_after_forward, ReshardAfterForward)
-        check_choice("activation_policy", self.activation_policy, ActivationPolicy)
+            name = "PassConfig.reshard_after_forward"
+            check_choice(name, self.reshard_after_forward, ReshardAfterForward)
+        check_choice("PassConfig.activation_policy", self.activation_policy, ActivationPolicy)
         if self.recompute_every_nth_block < 1:
             raise PassError(
-                f"recompute_every_nth_block is {self.recompute_every_nth_block}; it must be 1 or "
-                'more. To recompute nothing set activation_policy = "none"'
+                f"PassConfig.recompute_every_nth_block is {self.recompute_every_nth_block}; it "
+                "must be 1 or more. To recompute nothing set PassConfig.activation_policy = "
+                '"none"'
+            )
+        limit = self.memory_limit_gib
+        if limit is not None and not 0 <= limit < math.inf:
+            raise PassError(
+                f"PassConfig.memory_limit_gib = {limit}: not a limit; write GiB above 0, None for "
+                "what the device has, or 0 to refuse nothing"
+            )
+        fills_limit = self.activation_policy == "budget" or (
+            self.reshard_after_forward == "auto" and self.activation_policy != "file"
+        )
+        if fills_limit and not limit:
+            policy = f'PassConfig.activation_policy = "{self.activation_policy}"'
+            if self.activation_policy != "budget":
+                policy = 'PassConfig.reshard_after_forward = "auto"'
+            raise PassError(
+                f"PassConfig.memory_limit_gib: {policy} fills a memory limit, and there is none: "
+                "set the GiB that a step may need on a device, such as 72 on one of 80 GiB"
             )
         if self.activation_policy != "file":
             return
         if not isinstance(self.memory_table, MemoryTable):
             raise PassError(
-                f'activation_policy is "file" and memory_table {self.memory_table!r}; give it a '
-                "MemoryTable: what a step under a limit left in joint.decisions, or one read from "
-                "a file"
+                f"PassConfig.memory_table is {self.memory_table!r}, and PassConfig."
+                'activation_policy = "file" follows it: give it a MemoryTable, what a step under a '
+                "limit left in joint.decisions or one read from a file"
             )
         decides, asked = self.memory_table.parameters is not None, self.reshard_after_forward
         if decides and asked in ("always", "never"):
             raise PassError(
-                "activation_checkpoint.path: the table says which parameters stay unsharded, and "
-                f'fsdp_reshard_after_forward = "{asked}" says so too: set it to "default", or take '
-                "keep_unsharded out of the table"
+                "PassConfig.memory_table: the table lists the parameters that stay unsharded, and "
+                f'PassConfig.reshard_after_forward = "{asked}" decides that too: set it to '
+                '"default", or take keep_unsharded out of the table'
             )
         if not decides and asked == "auto":
             raise PassError(
-                'activation_checkpoint.path: fsdp_reshard_after_forward = "auto" and the table has '
-                'no keep_unsharded: set it to "default", "always" or "never", or let '
-                'activation_checkpoint.type = "budget" decide about both'
+                'PassConfig.memory_table: PassConfig.reshard_after_forward = "auto" and the table '
+                'has no keep_unsharded: set it to "default", "always" or "never", or let '
+                'PassConfig.activation_policy = "budget" decide about both'
             )
 
 
@@ -202,9 +212,9 @@ def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:
     first = names[-agreement.all_reduce_max(-place)]
     if first != last:
         raise PassError(
-            f"{HARDWARE_KEY} is unset and the ranks run on different devices, of the profiles "
+            f"{HARDWARE} is unset and the ranks run on different devices, of the profiles "
             f"{first} and {last} among others, so that each would make another step (this rank: "
-            f"{detected.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower "
+            f"{detected.why}). Set {HARDWARE} to one of them for all, that of the slower "
             "device for one"
         )
     return detected

@@ -14,9 +14,14 @@ from graph_trainer.core.simulation.detect import detect_for
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import MemoryLimitError, PassError
+from graph_trainer.errors import MemoryLimitError
 
-KEY = "compile.memory_limit_gib"
+LIMIT = "PassConfig.memory_limit_gib"
+"""The setting, for messages."""
+
+SMALLER_BATCH = "a smaller batch or shorter sequences"
+MORE_SHARDS = "more ranks that shard the parameters"
+"""What would help and is no setting of passes: parts of messages."""
 
 
 class DeviceMemory(NamedTuple):
@@ -49,8 +54,7 @@ class Budget:
     A rank with a smaller shard than others may be within the limit where they are not, and all
     must run the same passes; so the rank that needs most decides. The limit counts everything that
     a device must have (`need_of`): parameters, buffers, batch, `other_memory`, what the graph
-    allocates, the allocator's gaps and the reserve of the hardware's profile. One below 0 is a
-    PassError.
+    allocates, the allocator's gaps and the reserve of the hardware's profile.
 
     Without a limit a step that needs more than its device has is refused, but no pass is rolled
     back, so that all devices get the same graph. A limit of 0 refuses nothing.
@@ -64,14 +68,8 @@ class Budget:
         *,
         follows_plan: bool = False,
     ) -> None:
-        limit = context.settings.memory_limit_gib
-        if limit is not None and not 0 <= limit < math.inf:
-            raise PassError(
-                f"{KEY} = {limit}: not a limit; write GiB above 0, None for what the device has, "
-                "or 0 to refuse nothing"
-            )
         self._context = context
-        self._limit = limit
+        self._limit = context.settings.memory_limit_gib
         self._device_memory = device_memory
         self._host_memory = host_memory
         self._follows_plan = follows_plan
@@ -105,8 +103,8 @@ class Budget:
         """Return the note of the report on a pass that was rolled back, given bytes needed."""
         return (
             f"rolled back: it raises what the step needs by {gib(after - before)} GiB to "
-            f"{gib(after)} GiB, optimizer included, and no later pass lowers that enough; {KEY} is "
-            f"{self._limit:g}"
+            f"{gib(after)} GiB, optimizer included, and no later pass lowers that enough; "
+            f"{LIMIT} is {self._limit:g}"
         )
 
     def check(self, joint: JointGraph, raised: Mapping[str, int], refuses: bool) -> None:
@@ -138,22 +136,22 @@ class Budget:
             elif self._context.settings.activation_policy == "budget":
                 planned = "That is the least, with everything recomputed. "
             said = (
-                f"{KEY} = {self._limit:g}: the step needs {gib(needed)} GiB on the rank that needs "
-                f"most. {planned}This rank needs"
+                f"{LIMIT} = {self._limit:g}: the step needs {gib(needed)} GiB on the rank that "
+                f"needs most. {planned}This rank needs"
             )
-            raise refusal(said, hardware, f"Raise {KEY} to {enough_gib(needed)}, or set")
+            raise refusal(said, hardware, f"Raise {LIMIT} to {enough_gib(needed)}, or set")
         if self._host_memory is not unknown and self._limit != 0:
             copies = any(map(is_copy_to_host, joint.graph.nodes))
             need = self.memory(joint, hardware).host_bytes if copies else 0
             room = self._host_memory(joint) if need else None
             if (lack := self._lack(need, room)) > 0:
                 raise MemoryLimitError(
-                    f"compile.offload_activations needs {gib(lack)} GiB more of host memory than "
+                    f"the pass offload_activations needs {gib(lack)} GiB more of host memory than "
                     "there is on the rank that lacks most. This rank keeps "
                     f"{gib(need)} GiB of activations there and has {_text(room)}. Offload less: "
-                    "compile.offload_activations.block_inputs = false, a larger "
-                    "compile.offload_activations.min_bytes, fewer gt.offload(); or recompute: "
-                    f'activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
+                    "OffloadActivationsOptions.block_inputs = False, a larger "
+                    "OffloadActivationsOptions.min_bytes, fewer gt.offload(); or recompute: "
+                    f'PassConfig.activation_policy = "full". {LIMIT} = 0 takes the risk'
                 )
         if not refuses or not self.may_refuse or self._limit is not None:
             return
@@ -163,10 +161,10 @@ class Budget:
         need = need_of(self.memory(joint, hardware), hardware).total
         if (lack := self._lack(need, room)) > 0:
             said = (
-                f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
+                f"{LIMIT} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {_text(room)}; it needs"
             )
-            raise refusal(said, hardware, f"Take the risk with {KEY} = 0, or set")
+            raise refusal(said, hardware, f"Take the risk with {LIMIT} = 0, or set")
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
         """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
@@ -197,51 +195,6 @@ def what_is_needed(memory: Memory, hardware: Hardware) -> str:
     return f"{gib(need.total)} GiB at its predicted peak: {listed}"
 
 
-class Help(NamedTuple):
-    """A change of the config with which a step needs less memory."""
-
-    keys: tuple[str, ...]
-    """Of the config; each of them alone helps."""
-    text: str = ""
-    """The change in words, for a message; empty where only a plan of the changed run shows what
-    it frees."""
-    frees: tuple[Category, ...] = ()
-    """What it frees at most."""
-    is_spent: Callable[[RunSettings], bool] = lambda settings: False
-    """Whether a run with these settings has it already."""
-
-
-HELPS = (
-    Help(
-        ("parallelism.fsdp_reshard_after_forward",),
-        'parallelism.fsdp_reshard_after_forward = "always": gather parameters again in backward',
-        (Category.UNSHARDED,),
-        lambda settings: settings.reshard_after_forward in ("always", "auto"),
-    ),
-    Help(
-        ("activation_checkpoint.type",),
-        'activation_checkpoint.type = "full": compute activations again',
-        (Category.ACTIVATIONS,),
-        lambda settings: settings.activation_policy in ("full", "budget"),
-    ),
-    Help(
-        ("training.local_batch_size", "training.seq_len"),
-        "a smaller training.local_batch_size or training.seq_len",
-        (Category.ACTIVATIONS, Category.TEMPORARIES),
-    ),
-    Help(
-        ("parallelism.data_parallel_shard_degree",),
-        "a larger parallelism.data_parallel_shard_degree, on more ranks",
-        (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS),
-    ),
-    Help(("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree")),
-    Help(("parallelism.expert_parallel_degree",)),
-    Help(("loss.type",)),
-    Help(("compile.backend",)),
-)
-"""All changes that a message names, or a planner tries, where a step needs too much memory."""
-
-
 def what_would_help(
     at_peak: Mapping[Category, int], settings: RunSettings, raised: Mapping[str, int] = {}
 ) -> str:
@@ -252,10 +205,19 @@ def what_would_help(
         settings: of the run.
         raised: by optional pass that was kept, the bytes by which it raised the peak.
     """
-    freed = {f'compile.disable_passes = ["{name}"]': size for name, size in raised.items()}
-    for each in HELPS:
-        if not each.is_spent(settings):
-            freed[each.text] = sum(at_peak[category] for category in each.frees)
+    freed = {f'PassConfig.disable_passes = ["{name}"]': size for name, size in raised.items()}
+
+    def frees(text: str, *categories: Category) -> None:
+        freed[text] = sum(at_peak[category] for category in categories)
+
+    if settings.reshard_after_forward not in ("always", "auto"):
+        always = 'PassConfig.reshard_after_forward = "always": gather parameters again in backward'
+        frees(always, Category.UNSHARDED)
+    if settings.activation_policy not in ("full", "budget"):
+        full = 'PassConfig.activation_policy = "full": compute activations again'
+        frees(full, Category.ACTIVATIONS)
+    frees(SMALLER_BATCH, Category.ACTIVATIONS, Category.TEMPORARIES)
+    frees(MORE_SHARDS, Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
     lines = ["what would help, with what it frees here at most:"]
     for text, size in sorted(freed.items(), key=lambda entry: -entry[1]):
         if size > sum(at_peak.values()) / 1000:  # freeing less would not help

@@ -42,8 +42,6 @@ from graph_trainer.core.passes.rematerialize import recompute
 from graph_trainer.core.units import gib
 from graph_trainer.errors import PassError
 
-KEY = "compile.offload_activations"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadActivationsOptions:
@@ -61,14 +59,16 @@ class OffloadActivationsOptions:
     """Values of fewer bytes stay on the device."""
 
     block_inputs: bool = False
-    """Offload the inputs of every block too, tagged or not: all that activation_checkpoint.type =
-    "full" keeps."""
+    """Offload the inputs of every block too, tagged or not: all that the activation
+    policy "full" keeps."""
 
     def __post_init__(self) -> None:
         for name in ("prefetch_blocks", "finish_blocks", "min_bytes"):
             value = getattr(self, name)
             if value < 0:
-                raise PassError(f"{KEY}.{name} is {value}; it must be 0 or more")
+                raise PassError(
+                    f"OffloadActivationsOptions.{name} is {value}; it must be 0 or more"
+                )
 
 
 _Value = list[fx.Node]
@@ -80,7 +80,6 @@ other nodes of forward and loss with that storage, views, in order."""
     stage=Stage.REMATERIALIZE,
     summary="Keep tagged activations in host memory until backward reads them",
     options_type=OffloadActivationsOptions,
-    required_for=dict.fromkeys(["allow_offload", "gt.offload", "memory_table.offloaded"], (True,)),
 )
 def offload_activations(
     joint: JointGraph, options: OffloadActivationsOptions, context: PassContext
@@ -174,7 +173,7 @@ def _values(
         if any(isinstance(size, torch.SymInt) for size in tensor.shape):
             return "of a size that is not fixed"
         if tensor.nbytes < min_bytes:
-            return f"smaller than {KEY}.min_bytes"
+            return "smaller than OffloadActivationsOptions.min_bytes"
         if tensor.device.type == "cpu" and not devices <= {"cpu"}:
             return "in host memory already"
         if torch.empty_like(tensor).stride() != tensor.stride():

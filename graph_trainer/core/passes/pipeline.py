@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from graph_trainer.core.graph.annotations import offload_tag
@@ -20,22 +20,11 @@ from graph_trainer.core.ordering.agreement import (
     reason_of,
 )
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.catalogue import (
-    WITHOUT_PASSES,
-    check_bitwise,
-    idle_fields,
-    registered_passes,
-    resolve_passes,
-    without_effect,
-)
-from graph_trainer.core.passes.context import (
-    ActivationPolicy,
-    PassContext,
-    RunSettings,
-    detect_on_all_ranks,
-)
-from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
+from graph_trainer.core.passes.catalogue import registered_passes
+from graph_trainer.core.passes.context import PassContext, detect_on_all_ranks
+from graph_trainer.core.passes.memory_limit import Budget
 from graph_trainer.core.passes.offload_activations import offload_activations
+from graph_trainer.core.passes.pass_list import PassConfig, pass_list
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import GraphState, PassRun, Report, graph_state, is_same_state
 from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
@@ -45,37 +34,6 @@ from graph_trainer.errors import (
     PassError,
     VerificationError,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassConfig(RunSettings):
-    """Which passes run, and how."""
-
-    passes: Sequence[str | Pass] = ("default",)
-    """Names of built-in passes, "default" for the default list, "package.module:name" for a pass
-    of your own, or passes. Beside "default" every other entry joins the list at its stage; without
-    "default" the order is yours."""
-
-    disable_passes: Sequence[str] = ()
-    """Names to leave out."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options dataclass by pass name, for passes that have options."""
-
-    device_memory: DeviceMemoryOf = unknown
-    """What a step of this rank may need on its device, given the graph. Where `memory_limit_gib` is
-    None, a graph that needs more on any rank is refused. Passes do not see it: the graph does not
-    depend on what a device has free."""
-
-    host_memory: DeviceMemoryOf = unknown
-    """What this rank may take of its machine's memory for activations that are copied there. A
-    graph that needs more on any rank is refused."""
-
-    verify_passes: bool = False
-    """After every pass also run the graph on fake tensors and compare every shape, and run it on
-    small real values, on all ranks together or with the other ranks simulated, and compare its
-    results with those before the pass. The report says where a graph is too large for that, or
-    cannot run here."""
 
 
 def run_passes(
@@ -140,8 +98,7 @@ def pass_by_pass(
         graph after that pass, to be read and not to be changed.
     """
     config, agreement = config or PassConfig(), agreement or Agreement()
-    selected = resolve_passes(config.passes, config.disable_passes)
-    _check_settings(joint, config, selected)
+    selected = _passes_for(joint, config)
     if first is not None:
         selected = [each for each in selected if each.name in first.history]
     # An earlier stage than that of a pass that ran on the graph may not follow: merging gathers
@@ -224,8 +181,7 @@ def run_before(joint: JointGraph, config: PassConfig, last: Pass) -> PassContext
     """Run the passes of `config` that come before one on `joint`, in place, and return the context
     in which that one would run. Errors are those of `run_passes`, and a PassError where the pass
     list is without it."""
-    selected = resolve_passes(config.passes, config.disable_passes)
-    _check_settings(joint, config, selected)
+    selected = _passes_for(joint, config)
     steps, *_ = _prepare(joint, config, selected, OneRank())
     for step in steps:
         if step.graph_pass.name == last.name:
@@ -242,7 +198,7 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     be None here; nor is the order of reads and writes, which no tag changes; nor memory, which the
     partitioner decides. A PassError as of `run_passes`, or where the config needs other passes.
     """
-    selected = resolve_passes(config.passes, config.disable_passes)
+    selected = pass_list(config)
     tags = [p for p in selected if p.stage is Stage.TAG]
     asked = {
         f'activation_policy = "{config.activation_policy}"': config.activation_policy == "budget",
@@ -263,9 +219,6 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
             f"{too_late[0]} would have no effect on an exported step, of which only passes of "
             "stage TAG run: give it to run_passes, before gt.partition"
         )
-    known = registered_passes() | {p.name: p for p in selected}
-    others = [p for p in known.values() if p.stage is not Stage.TAG]
-    _check_settings(joint, config, sorted([*tags, *others], key=lambda p: p.stage))
     steps, *_ = _prepare(joint, config, tags, OneRank())
     for step in steps:
         _run(joint, step)
@@ -275,25 +228,6 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
         except (RuntimeError, VerificationError) as error:
             said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
             raise VerificationError(_with_history(said, joint, step)) from error
-
-
-def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
-    """Return `config` with another policy for activations, and with `more` fields replaced.
-    Settings and options that have no effect beside the policy get their defaults."""
-    config = replace(config, activation_policy=policy, **more)
-    options = dict(config.options)
-    for of, name, *_ in list(idle_fields(_settings(config), options)):
-        given: Any = options[of] if of else config
-        given = replace(given, **{name: getattr(type(given)(), name)})
-        if of:
-            options[of] = given
-        else:
-            config = given
-    return replace(config, options=options)
-
-
-def _settings(config: PassConfig) -> dict[str, Any]:
-    return {each.name: getattr(config, each.name) for each in fields(RunSettings)}
 
 
 class PassStep(NamedTuple):
@@ -321,8 +255,6 @@ def _prepare(
     hardware, why = config.hardware, ""
     if hardware is None and any(simulates):
         hardware, why, _ = detect_on_all_ranks(joint, agreement)
-    if config.bitwise:
-        check_bitwise(selected)
     shared = PassContext(settings=config, agreement=agreement, hardware=hardware)
     steps: list[PassStep] = []
     for each in reversed(selected):  # the last first, as each knows those after it
@@ -350,31 +282,11 @@ def _options(config: PassConfig, of: Pass) -> Any:
     return options
 
 
-def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pass]) -> None:
-    """Refuse a setting that these passes would leave without effect."""
-    settings = _settings(config)
-    settings["gt.offload"] = offload_activations.name not in joint.history and any(
-        map(offload_tag, joint.graph.nodes)
-    )
-    settings["memory_table.offloaded"] = bool(config.memory_table and config.memory_table.offloaded)
-    known = registered_passes() | {p.name: p for p in selected}
-    if unknown := [name for name in config.options if name not in known]:
-        raise PassError(f"options are given for '{unknown[0]}', which is not in the pass list")
-    for name in config.options:
-        _options(config, known[name])  # of the right class, before their fields are read
-    for idle in without_effect(selected, config.disable_passes, settings, config.options):
-        of = f" of '{idle.of}'" if idle.of else ""
-        if idle.name == "gt.offload":
-            instead = "take it out of the model"
-        elif idle.name == "memory_table.offloaded":
-            instead = "leave the inputs of blocks out of the table"
-        elif idle.of or idle.other:
-            instead = f"leave {idle.name} out"
-        else:
-            instead = f"set {idle.name} to {WITHOUT_PASSES[idle.name]!r}"
-        acting = " or ".join(map(repr, idle.acting))
-        remedy = idle.remedy or f"Set {idle.other} to {acting}"
-        raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
+def _passes_for(joint: JointGraph, config: PassConfig) -> list[Pass]:
+    """Return the passes of `config` for a graph, whose model may ask for offloading."""
+    is_done = offload_activations.name in joint.history
+    offloads = not is_done and any(map(offload_tag, joint.graph.nodes))
+    return pass_list(config, model_offloads=offloads)
 
 
 def run_one(

@@ -34,7 +34,6 @@ from graph_trainer.errors import PassError
 @graph_pass(
     stage=Stage.REMATERIALIZE,
     summary="Recompute tagged nodes in backward, free them after forward",
-    before=("offload_activations",),
 )
 def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Let backward read a copy of every node that is tagged MUST_RECOMPUTE.

@@ -29,7 +29,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
+from graph_trainer.core.passes.context import PassContext, check_choice
 from graph_trainer.errors import PassError
 
 FIRST_AC_GRAPH_ID = 1 << 41
@@ -55,29 +55,28 @@ _ATTENTION = re.compile(r"scaled_dot_product|(flash|efficient|flex|varlen).*att(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagActivationsOptions:
-    """Options of `tag_activations` beside the policy, activation_checkpoint.type."""
+    """Options of `tag_activations` beside the policy for activations."""
 
-    matmuls: Matmuls = acts_with("every_second", activation_policy=("selective",))
-    """What "selective" does with the matrix products of linear layers: "every_second" recomputes
-    the second, fourth, ... of each block, as torchtitan does; "keep" none; "recompute" all."""
+    matmuls: Matmuls = "every_second"
+    """What "selective", and no other policy, does with the matrix products of linear layers:
+    "every_second" recomputes the second, fourth, ... of each block, as torchtitan does; "keep"
+    none; "recompute" all."""
 
-    regather: Regather = acts_with("policy", activation_policy=("selective", "full", "layers"))
+    regather: Regather = "policy"
     """Whether backward repeats the all-gathers of tensor parallelism: "always" costs
     communication, "never" the memory of their results. "policy": under "full" only. Reductions
-    are repeated under "full" alone, and not with "never"."""
+    are repeated under "full" alone, and not with "never". Read under "selective", "full" and
+    "layers"."""
 
     def __post_init__(self) -> None:
         for name, kind in (("matmuls", Matmuls), ("regather", Regather)):
-            check_choice(f"compile.tag_activations.{name}", getattr(self, name), kind)
+            check_choice(f"TagActivationsOptions.{name}", getattr(self, name), kind)
 
 
 @graph_pass(
     stage=Stage.TAG,
     summary="Tag activations to be freed after forward and computed again in backward",
     options_type=TagActivationsOptions,
-    required_for={"activation_policy": ("selective", "full", "layers")},
-    relies_on=("rematerialize",),
-    before=("tag_fsdp_unshards",),
 )
 def tag_activations(
     joint: JointGraph, options: TagActivationsOptions, context: PassContext
@@ -96,16 +95,16 @@ def tag_activations(
     Relies on phases and modules. Changes metadata only. Linear in nodes.
     """
     policy = context.settings.activation_policy
-    if policy not in tag_activations.required_for["activation_policy"]:
+    if policy not in ("selective", "full", "layers"):
         return
     writes = writes_of(joint.graph)
     every = context.settings.recompute_every_nth_block if policy == "layers" else 1
     blocks = forward_blocks(joint)
     if joint.signature.backward and 0 < len(blocks) < every:
         raise PassError(
-            f"recompute_every_nth_block is {every} (in a TOML file layers of "
-            f"[activation_checkpoint]), and the model has only {len(blocks)} blocks: none would be "
-            f"recomputed. Set 1 to {len(blocks)}, or the policy 'none'"
+            f"PassConfig.recompute_every_nth_block is {every}, and the model has only "
+            f"{len(blocks)} blocks: none would be recomputed. Set 1 to {len(blocks)}, or the "
+            "policy 'none'"
         )
     chosen = [*blocks.items()][every - 1 :: every]
     for number, (block, nodes) in enumerate(chosen):

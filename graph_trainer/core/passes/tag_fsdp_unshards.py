@@ -14,8 +14,6 @@ from graph_trainer.core.passes.context import PassContext
 @graph_pass(
     stage=Stage.TAG,
     summary="Tag parameters to be freed after forward and gathered again in backward",
-    required_for={"reshard_after_forward": ("default", "always", "auto")},
-    relies_on=("rematerialize",),
 )
 def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write MUST_RECOMPUTE or MUST_SAVE on whole unshard chains.

@@ -51,13 +51,13 @@ def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict
         raise PassError(
             "a batch makes this rank's graph ask for process groups that its first graph did not "
             "need, and the other ranks do not make them now; let every batch read the same "
-            "parameters, or leave the pass out with compile.disable_passes"
+            "parameters, or leave the pass out with PassConfig.disable_passes"
         )
     if missing and not agreement.same(missing):
         raise PassError(
             f"the ranks ask for different process groups, rank {dist.get_rank()} for those of "
             f"{[p[0] for p in missing]} and the like; look for code in the model that depends "
-            "on the rank, or leave the pass out with compile.disable_passes"
+            "on the rank, or leave the pass out with PassConfig.disable_passes"
         )
     for partition in missing:
         for ranks in partition:

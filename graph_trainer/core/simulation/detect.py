@@ -12,7 +12,8 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.units import GIB
 
-HARDWARE_KEY = "compile.hardware"
+HARDWARE = "PassConfig.hardware"
+"""The setting that names a profile, for messages."""
 
 _OF_CAPABILITY = {8: "a100-80g", 9: "h100-sxm", 10: "b200"}
 """The profile of a data-center GPU by the major compute capability of its chip."""
@@ -46,7 +47,7 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
     """
     kind = "" if device is None or device.type == "meta" else device.type
     if kind == "cpu" or not (kind or torch.cuda.is_available()):
-        return Detected(load_hardware("cpu", HARDWARE_KEY), "cpu, as the step runs on CPU", True)
+        return Detected(load_hardware("cpu", HARDWARE), "cpu, as the step runs on CPU", True)
     if kind not in ("", "cuda"):
         return _instead("cpu", f"a device of type '{kind}'")
     if not torch.cuda.is_available():  # a graph made for another machine
@@ -55,7 +56,7 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
     name, memory = str(properties.name), properties.total_memory / GIB
     model = {word.lower() for word in re.findall(r"[A-Za-z]+\d+[A-Za-z]*", name)}
     profiles = [
-        load_hardware(profile, HARDWARE_KEY)
+        load_hardware(profile, HARDWARE)
         for profile in known_hardware()
         if profile.partition("-")[0] in model
     ]
@@ -72,10 +73,10 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
 
 def _instead(profile: str, device: str) -> Detected:
     why = (
-        f"{profile} in place of {device}, which has no profile: set {HARDWARE_KEY} to one of "
+        f"{profile} in place of {device}, which has no profile: set {HARDWARE} to one of "
         f"{', '.join(known_hardware())}, or to the path of a profile of your own"
     )
-    return Detected(load_hardware(profile, HARDWARE_KEY), why, False)
+    return Detected(load_hardware(profile, HARDWARE), why, False)
 
 
 def detect_for(joint: JointGraph) -> Detected:

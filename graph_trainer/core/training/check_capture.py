@@ -20,7 +20,7 @@ from graph_trainer.core.graph.ops import OpOverload
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.agreement import Agreement
-from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.runtime.guard import Guard
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.tensor_diff import Results, compare, digest

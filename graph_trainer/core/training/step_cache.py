@@ -18,7 +18,8 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.agreement import Agreement, OneRank, published_failure
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
 from graph_trainer.core.partition.partitioned_step import partition
-from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.guard import Guard, OtherCall
 from graph_trainer.core.runtime.step import Gradients, Step, compile

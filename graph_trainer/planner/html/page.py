@@ -13,7 +13,6 @@ import jinja2
 from markupsafe import Markup
 from rich.table import Column, Table
 
-from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import gib
 from graph_trainer.planner import text
 from graph_trainer.planner.html.drawn import drawn
@@ -21,6 +20,7 @@ from graph_trainer.planner.measures import duration, measure, size
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.plan_report import CATEGORIES, readable_report
 from graph_trainer.planner.text import allowed_bytes, bound_of
+from graph_trainer.titan.config.core_settings import LIMIT_KEY
 
 _ASSETS = resources.files("graph_trainer.planner.html")
 _SCRIPTS = ("plotly-basic.min.js", "plotting.js", "series.js", "plots.js")
@@ -149,8 +149,8 @@ def fit_text(report: dict[str, Any]) -> str:
     """Format whether the run fits: 'Fits: 64.51 of 93.00 GiB'; a limit that was given is named."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
     both = f"{gib(needed)} of {gib(allowed)} GiB"
-    if bound_of(report) == KEY:
-        both += f", {KEY}"
+    if bound_of(report) == LIMIT_KEY:
+        both += f", {LIMIT_KEY}"
     return f"Fits: {both}" if report["fits"] else f"Does not fit: needs {both}"
 
 

@@ -36,13 +36,15 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
 
-from graph_trainer.core.suggest import GUESS, did_you_mean, show
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.remedies import (
     AS_SECTION,
+    GUESS,
+    show,
     unknown_key,
     wrong_choice,
     wrong_type,

@@ -17,21 +17,15 @@ from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
-from graph_trainer.core.passes.catalogue import (
-    WITHOUT_PASSES,
-    check_bitwise,
-    resolve_passes,
-    without_effect,
-)
+from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.passes.pass_list import pass_list
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.suggest import GUESS, did_you_mean, show
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
     POLICIES,
-    BudgetAC,
     FileAC,
-    LayersAC,
     activation_settings,
 )
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
@@ -42,8 +36,9 @@ from graph_trainer.titan.config.check_parallelism import (
     expert_parallel_problems,
 )
 from graph_trainer.titan.config.check_text import text_problems
-from graph_trainer.titan.config.remedies import wrong_type
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
+from graph_trainer.titan.config.core_settings import key_and_problem
+from graph_trainer.titan.config.remedies import GUESS, show, wrong_type
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,
     Origins,
@@ -53,6 +48,7 @@ from graph_trainer.titan.config.sources import (
 )
 from graph_trainer.titan.optimizer import SHARED, SharedOptimizerConfig, wrong_groups
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
+from graph_trainer.titan.step_inputs import pass_config
 
 
 def world_size_from_environment() -> int | None:
@@ -134,42 +130,17 @@ def check_config(
 
 
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
-    """Check values that depend on other keys, above all about the memory of activations."""
+    """Check values that depend on other keys, modes above all."""
     section, compile_config = config.activation_checkpoint, config.compile
-    key, limit_key = "activation_checkpoint.type", "compile.memory_limit_gib"
-    mode, limit = compile_config.mode, compile_config.memory_limit_gib
+    mode = compile_config.mode
     name = POLICIES.get(type(section), "none")
-    blocks = getattr(config.model_spec and config.model_spec.model, "layers", ())
-    if isinstance(section, LayersAC.Config) and 0 < len(blocks) < section.layers:
-        problem = f"more than the {len(blocks)} blocks of the model, so none would be recomputed"
-        yield Problem("activation_checkpoint.layers", problem, f"Set 1 to {len(blocks)}.")
-    auto = config.parallelism.fsdp_reshard_after_forward == "auto"
-    fills_limit = isinstance(section, BudgetAC.Config) or (
-        auto and not isinstance(section, FileAC.Config)
-    )
     if mode == "eager" and isinstance(section, NEEDS_CAPTURE):
         yield Problem(
-            key,
+            "activation_checkpoint.type",
             'it acts on a captured step, and compile.mode is "eager"',
             'Set compile.mode = "aot_fx_trace", or the type "selective", "full" or "layers".',
             ("compile.mode",),
             name,
-        )
-    elif mode != "eager" and fills_limit and not limit:
-        yield Problem(
-            "parallelism.fsdp_reshard_after_forward" if auto else key,
-            f"it fills a memory limit, and {limit_key} is "
-            + ("unset" if limit is None else "0, which is no limit"),
-            "Set the GiB that a step may need on a device, such as 72 on one of 80 GiB.",
-            (limit_key,),
-            "auto" if auto else name,
-        )
-    if compile_config.allow_offload and not isinstance(section, BudgetAC.Config):
-        yield Problem(
-            "compile.allow_offload",
-            "there is no budget that could choose it",
-            'Set activation_checkpoint.type = "budget" too, or offload by yourself with '
-            "compile.offload_activations.block_inputs.",
         )
     if compile_config.partition != "tags" and mode != "partitioned":
         yield Problem(
@@ -345,50 +316,28 @@ def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
         yield Problem(*wrong)
 
 
-_KEYS = {
-    "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
-    "activation_policy": "activation_checkpoint.type",
-    "allow_offload": "compile.allow_offload",
-}
-"""Where a config has the settings of a run that passes carry out."""
-
-
 def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
-    """Check the list of passes, and that no setting or option is without effect."""
+    """Let the core make the list of passes, which checks the settings too."""
     ours = config.compile
     try:
-        listed = resolve_passes(ours.passes, ours.disable_passes)
-        if ours.bitwise:
-            check_bitwise(listed)
+        if ours.mode == "eager":  # no pass runs; a warning lists what has no effect then
+            resolve_passes(ours.passes, ours.disable_passes)
+        else:
+            pass_list(pass_config(config))
+    except ConfigError:  # a file that cannot be read, which `_file_problems` reports
+        return
     except PassError as error:
-        # A message begins with the list that it is about.
-        key, _, problem = str(error).partition(": ")
-        if key not in ("compile.passes", "compile.disable_passes"):
-            key, problem = "compile.passes", str(error)
-        yield Problem(key, problem, "Or leave the pass out.")
-        return
-    if ours.mode == "eager":  # no pass runs; a warning lists what has no effect then
-        return
-    settings = {
-        "reshard_after_forward": config.parallelism.fsdp_reshard_after_forward,
-        "activation_policy": POLICIES.get(type(config.activation_checkpoint), "none"),
-        "allow_offload": ours.allow_offload,
-    }
-    sections = {each.name: section for section, each in changed_sections(ours).items()}
-    options = {name: getattr(ours, section) for name, section in sections.items()}
-    for idle in without_effect(listed, ours.disable_passes, settings, options):
-        keys = dict(_KEYS)
-        for option in fields(options[idle.of]) if idle.of else ():
-            keys[option.name] = f"compile.{sections[idle.of]}.{option.name}"
-        key, instead = keys[idle.name], f"leave {keys[idle.name]} out"
-        others: tuple[str, ...] = ()
-        if not idle.of and not idle.other:
-            others = ("compile.passes", "compile.disable_passes")
-            instead = f"set {key} = {show(WITHOUT_PASSES[idle.name])}"
-        remedy = idle.remedy
-        if idle.other:
-            remedy = f"Set {keys[idle.other]} to {' or '.join(map(show, idle.acting))}"
-        yield Problem(key, idle.problem, f"{remedy}, or {instead}.", others, idle.value)
+        key, problem, others = key_and_problem(error, ours.pass_of_section.values())
+        value: Any = ...
+        if pass_ := ours.pass_of_section.get(key.removeprefix("compile.")):
+            options, default = getattr(ours, pass_.section), pass_.options_type()
+            changed = [
+                f.name
+                for f in fields(default)
+                if getattr(options, f.name) != getattr(default, f.name)
+            ]
+            value = {name: getattr(options, name) for name in changed}
+        yield Problem(key, problem, "", others, value)
 
 
 # torchtitan looks names up in a private function, when it builds the optimizer.

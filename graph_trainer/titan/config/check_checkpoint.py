@@ -10,9 +10,9 @@ import torch
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools.filesystem import is_remote
 
-from graph_trainer.core.suggest import show
 from graph_trainer.titan.checkpoint_files import HF_INDEX, damage, is_complete, steps_in
 from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
+from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import COMMAND_LINE, Origins, Problem
 

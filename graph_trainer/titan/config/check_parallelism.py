@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from graph_trainer.core.suggest import show
+from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
 from graph_trainer.titan.context_parallel import heads_that_do_not_divide

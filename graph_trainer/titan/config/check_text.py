@@ -9,8 +9,9 @@ from typing import Any
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import text_datasets
 
-from graph_trainer.core.suggest import GUESS, did_you_mean
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.remedies import GUESS
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, with_text_of_training
 from graph_trainer.titan.config.sources import Problem, unreadable
 from graph_trainer.titan.data.corpus import open_corpus

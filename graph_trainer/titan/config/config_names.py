@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from graph_trainer.core.shipped_configs import config_folders
-from graph_trainer.core.suggest import GUESS, did_you_mean
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.remedies import GUESS
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from graph_trainer.core.suggest import GUESS, as_toml, did_you_mean, nearest, show
+from graph_trainer.core.suggest import did_you_mean, nearest
 
+GUESS = "Did you mean {}? "
+"""Before a remedy, the name that was meant."""
 AS_SECTION = "Write its keys under a [{key}] heading, or as --{key}.key value."
 """The remedy for a value in the place of a section."""
 
@@ -116,3 +119,23 @@ def wrong_type(
         example = shlex.quote(example)
     no_value = f", or --{key} None" if nullable else ""
     return f"expected {expected}", f"Write --{key} {example}{no_value}."
+
+
+def show(value: Any) -> str:
+    """Format `value` as a TOML author would write it, cut after 120 characters."""
+    text = as_toml(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def as_toml(value: Any) -> str:
+    """Format `value` as in a TOML file; None, which TOML does not have, as "unset"."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # as in JSON, which leaves one character that TOML escapes
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return "unset" if value is None else str(value)

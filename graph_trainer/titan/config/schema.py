@@ -11,7 +11,7 @@ import docstring_parser
 from pydantic import TypeAdapter
 
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
-from graph_trainer.core.suggest import GUESS, did_you_mean, show
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.build import (
     NONE,
@@ -23,6 +23,7 @@ from graph_trainer.titan.config.build import (
     type_of,
 )
 from graph_trainer.titan.config.config_names import DEFAULT_MODULE, known_modules
+from graph_trainer.titan.config.remedies import GUESS, show
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
     GraphTrainerConfig,

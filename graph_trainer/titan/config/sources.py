@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.suggest import show
 from graph_trainer.core.text import place_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.config_names import (
@@ -23,7 +22,7 @@ from graph_trainer.titan.config.config_names import (
     find_config,
     no_such_module,
 )
-from graph_trainer.titan.config.remedies import wrong_base
+from graph_trainer.titan.config.remedies import show, wrong_base
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 from graph_trainer.titan.config.toml_file import read_toml
 from graph_trainer.titan.optimizer import with_shared_settings

@@ -7,13 +7,13 @@ import io
 
 import pytest
 
-from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.planner import changes
 from graph_trainer.planner.changes import Outcome, flags_of, outcome_of
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import make_plan
+from graph_trainer.titan.config.core_settings import LIMIT_KEY
 from tests.unit.planner.conftest import config_of, shown
 
 RANKS = 4
@@ -81,7 +81,7 @@ def test_one_that_fits_alone_is_enough_but_for_a_higher_limit(outcomes):
     best = min(each.needed_bytes for each in outcomes)
     assert together(planned(memory_gib=best / GIB), outcomes) == ([], [])
     plan = planned(memory_gib=0.9 * best / GIB)
-    limit = Outcome(config={KEY: "1"}, fits=True, needed_bytes=plan.need.total)
+    limit = Outcome(config={LIMIT_KEY: "1"}, fits=True, needed_bytes=plan.need.total)
     assert together(plan, [limit, *outcomes])[0] == together(plan, outcomes)[0] != []
 
 

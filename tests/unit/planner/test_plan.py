@@ -21,7 +21,7 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.passes.context import PassContext, RunSettings
-from graph_trainer.core.passes.memory_limit import Budget, what_would_help
+from graph_trainer.core.passes.memory_limit import MORE_SHARDS, Budget, what_would_help
 from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
@@ -134,7 +134,7 @@ def test_what_would_free_next_to_nothing_is_no_remedy():
     at_peak = dict.fromkeys(Category, 0) | {Category.PARAMETERS: 2**30, Category.ACTIVATIONS: 4}
     _, *only = what_would_help(at_peak, RunSettings()).splitlines()
     (only,) = only
-    assert "data_parallel_shard_degree" in only and "1.00 GiB" in only
+    assert MORE_SHARDS in only and "1.00 GiB" in only
 
 
 def test_a_parameter_without_a_gradient_has_no_state():

@@ -20,8 +20,7 @@ from graph_trainer.core.passes.bucketing.assign import (
     without_cycles,
 )
 from graph_trainer.core.passes.bucketing.rewrite import merge
-from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
+from graph_trainer.core.passes.context import PassContext, check_choice
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
@@ -30,8 +29,6 @@ from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import PassError
 
 Strategy = Literal["none", "size", "transformer_block", "auto"]
-_BY_SIZE = ("size", "auto")
-"""Strategies that depend on the sizes that this rank stores."""
 
 _SATURATED = 0.9
 _SIZES_MIB = [2**power for power in range(13)]  # 1 MiB to 4 GiB
@@ -48,26 +45,26 @@ class BucketCollectivesOptions:
     """
     "none": no collective. "size": in graph order, up to `cap_mib`. "transformer_block": those of
     one block and kind, the embedding alone, the final norm with the output head. "auto": by
-    size, whichever size is fastest when simulated on `compile.hardware`, or no collective.
+    size, whichever size is fastest when simulated on the run's hardware, or no collective.
     """
 
-    cap_mib: float = acts_with(25.0, strategy=("size",))
+    cap_mib: float = 25.0
     """For "size": MiB of a bucket, of its input or output, whichever is larger."""
 
-    max_span: int = acts_with(1000, strategy=_BY_SIZE)
+    max_span: int = 1000
     """For "size" and "auto": how many nodes of the graph lie between the first and the last
     collective of a bucket, at most. A longer bucket moves more compute and keeps its results alive.
     """
 
     def __post_init__(self) -> None:
-        check_choice("compile.bucketing.strategy", self.strategy, Strategy)
+        check_choice("BucketCollectivesOptions.strategy", self.strategy, Strategy)
         if not 0 < self.cap_mib < math.inf:
             raise PassError(
-                f"compile.bucketing.cap_mib is {self.cap_mib:g}; it must be more than 0 MiB"
+                f"BucketCollectivesOptions.cap_mib is {self.cap_mib:g}; it must be more than 0 MiB"
             )
         if self.max_span < 1:
             raise PassError(
-                f"compile.bucketing.max_span is {self.max_span}; it must be 1 node or more"
+                f"BucketCollectivesOptions.max_span is {self.max_span}; it must be 1 node or more"
             )
 
 
@@ -79,7 +76,6 @@ class BucketCollectivesOptions:
     changes_sums=True,
     has_bitwise_mode=True,
     section="bucketing",
-    relies_on=(tag_buckets.name,),
     needs_hardware=lambda options, settings: options.strategy == "auto",
 )
 def bucket_collectives(
@@ -114,7 +110,7 @@ def bucket_collectives(
         caps = options.cap_mib if caps is None else caps
         assigned = by_size(mergeable, caps, options.max_span)
     buckets = without_cycles(assigned)
-    undecided = options.strategy in _BY_SIZE and context.decided is None
+    undecided = options.strategy in ("size", "auto") and context.decided is None
     place = {member: index for index, member in enumerate(members)}
     merged = [[place[member] for member in bucket] for bucket in buckets]
     if undecided and not context.agreement.same(merged):
@@ -134,7 +130,7 @@ def bucket_collectives(
         joint.remarks.append(
             "every sum keeps its order: CPU ranks add in rank order, whatever the bucket"
             if backends == {BACKEND} or planned_for_cpu
-            else "merged sums may add in another order; compile.bitwise = true keeps it"
+            else "merged sums may add in another order; PassConfig.bitwise = True keeps it"
         )
     merge(joint, buckets)
 

@@ -39,7 +39,6 @@ class BucketTag(StrEnum):
 @graph_pass(
     stage=Stage.COMMUNICATION,
     summary="Mark gathers of parameters and reductions of gradients that may be merged",
-    before=("bucket_collectives",),
 )
 def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write a bucket tag on every collective that `bucket_collectives` may merge.

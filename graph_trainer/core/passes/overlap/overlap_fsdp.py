@@ -24,7 +24,9 @@ class OverlapFsdpOptions:
 
     def __post_init__(self) -> None:
         if self.in_flight < 1:
-            raise PassError(f"in_flight is {self.in_flight}; it must be at least 1")
+            raise PassError(
+                f"OverlapFsdpOptions.in_flight is {self.in_flight}; it must be at least 1"
+            )
 
 
 @graph_pass(

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.ops import getitems_of, is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
-from graph_trainer.core.passes.overlap.scheduler import KEY, ScheduleOverlapOptions, Scheduler
+from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions, Scheduler
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.timeline import Timeline, play
 from graph_trainer.core.units import gib
@@ -164,7 +164,7 @@ def _within_memory(
     bounded = seconds(order)
     if (cost := bounded - seconds(unbounded)) < _LEAST:
         return order, ""
-    by = f"{KEY}.max_in_flight_mib = {most}"
+    by = f"ScheduleOverlapOptions.max_in_flight_mib = {most}"
     if most is None and on_host:
         by = f"{_HOST_GROWTH:.0%} of the peak, which is what CPU ranks may add,"
     elif most is None:

@@ -26,7 +26,6 @@ from graph_trainer.core.simulation.timeline import stretched
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 
-KEY = "compile.schedule_overlap"
 _WINDOW = 256
 """Nodes that are considered to fill one gap."""
 _PATH = 256
@@ -61,7 +60,8 @@ class ScheduleOverlapOptions:
             ("max_consecutive_compute", self.max_consecutive_compute >= 1, "at least 1"),
         ):
             if not holds:
-                raise PassError(f"{KEY}.{name} is {getattr(self, name):g}; it must be {wanted}")
+                value = f"{getattr(self, name):g}"
+                raise PassError(f"ScheduleOverlapOptions.{name} is {value}; it must be {wanted}")
 
 
 @dataclass(slots=True, eq=False)

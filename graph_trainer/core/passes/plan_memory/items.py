@@ -190,7 +190,7 @@ def agreed_on(
     if not context.agreement.same((shape, choices)):
         raise PassError(
             "the ranks' blocks have different ops, so that no one plan of memory holds for all: "
-            'use an activation_checkpoint.type such as "selective" or "full"'
+            'use another PassConfig.activation_policy, such as "full"'
         )
     costs = [n for b in blocks for op in b.ops for n in (op.bytes, op.nanoseconds)]
     costs += [n for item in others for c in item.choices for n in (c.bytes, c.nanoseconds)]

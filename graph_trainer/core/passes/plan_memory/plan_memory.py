@@ -17,7 +17,7 @@ from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, SlowestStep
-from graph_trainer.core.passes.memory_limit import KEY
+from graph_trainer.core.passes.memory_table import MemoryTable
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
@@ -26,7 +26,7 @@ from graph_trainer.core.passes.plan_memory.items import (
     items_of_parameters,
 )
 from graph_trainer.core.passes.plan_memory.solver import Block, Choice, between, frontier
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
+from graph_trainer.core.passes.plan_memory.table import saved_ops, table_of
 from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import PassError
@@ -48,9 +48,6 @@ _PARTS = 200
 @graph_pass(
     stage=Stage.TAG,
     summary="Choose what backward keeps, for the least time within the memory limit",
-    required_for={"activation_policy": ("budget", "file"), "reshard_after_forward": ("auto",)},
-    relies_on=("rematerialize",),
-    before=("tag_activations", "tag_fsdp_unshards"),
     needs_hardware=lambda options, settings: (
         settings.activation_policy in ("budget", "file") or settings.reshard_after_forward == "auto"
     ),
@@ -75,8 +72,8 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     metadata only. n log n in nodes, but for the solver, which sees one block of a kind.
 
     Raises:
-        PassError: there is no limit; the limit is below what the step needs with everything
-            recomputed; the table is of another model; the ranks' graphs are not alike.
+        PassError: the limit is below what the step needs with everything recomputed;
+            the table is of another model; the ranks' graphs are not alike.
     """
     settings = context.settings
     budget = settings.activation_policy == "budget"
@@ -88,12 +85,7 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
         return
     blocks = blocks_of(joint, context) if settings.activation_policy in ("budget", "file") else []
     if table is None:
-        if not settings.memory_limit_gib:
-            raise PassError(
-                f"{KEY} is {settings.memory_limit_gib}: a plan of memory needs a limit. Set the "
-                "GiB that a step may need on a device, or an activation_checkpoint.type such as "
-                '"full"'
-            )
+        assert settings.memory_limit_gib  # RunSettings refuses other ones
         planner = _Planner(joint, context, blocks, _read_chains(joint) if auto else [])
         table = planner.plan(settings.memory_limit_gib)
     _tag(joint, blocks, table)
@@ -170,7 +162,7 @@ class _Planner:
         if not context.agreement.same(plan):
             raise PassError(
                 "the ranks' solvers found different plans of memory: install the same scipy on "
-                'every host, or use an activation_checkpoint.type such as "selective" or "full"'
+                'every host, or use another PassConfig.activation_policy, such as "full"'
             )
         context.simulate(joint)  # what is known of its nodes then is known in every copy
         self._least = cache(self._needed_at_least)
@@ -277,7 +269,7 @@ class _Planner:
         away = [item.name for item, choice in chosen if item.is_input and not choice.saved]
         kept = [name for item, choice in chosen if choice.saved for name in item.parameters]
         parameters = kept if self._decides_parameters else None
-        return MemoryTable.of(self._blocks, saved, parameters, away)
+        return table_of(self._blocks, saved, parameters, away)
 
 
 def _read_chains(joint: JointGraph) -> list[UnshardChain]:
@@ -287,7 +279,7 @@ def _read_chains(joint: JointGraph) -> list[UnshardChain]:
 def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None:
     """Tag what a table keeps and what it does not; tags that are there already stay. A PassError
     where the table has an op, a block or a parameter that the graph does not have."""
-    saved, named = table.saved(blocks), {node.name: node for node in joint.graph.nodes}
+    saved, named = saved_ops(table, blocks), {node.name: node for node in joint.graph.nodes}
     for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
         for number, (op, names) in enumerate(zip(block.ops, block.nodes, strict=True)):
             kept = number in saved[block.name] or not op.may_recompute
@@ -303,7 +295,7 @@ def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None
     chains, unsharded = _read_chains(joint), set(table.parameters)
     if unknown := sorted(unsharded - {chain.parameter for chain in chains}):
         raise PassError(
-            f"activation_checkpoint.path: keep_unsharded names {', '.join(unknown[:3])}, "
+            f"PassConfig.memory_table: keep_unsharded names {', '.join(unknown[:3])}, "
             "which this model does not gather: take it out of the table"
         )
     for chain in chains:

@@ -163,7 +163,7 @@ def solve(
     if result.status != 0:
         raise PassError(
             f"planning memory: the solver found no best choice for a block of {number} ops: "
-            f"{result.message}. Use an activation_checkpoint.type such as 'selective' or 'full'"
+            f"{result.message}. Use another PassConfig.activation_policy, such as 'full'"
         )
     # a choice without what it keeps and backward never comes to
     saved = {i for i in range(number) if result.x[i] > 0.5}

@@ -18,7 +18,7 @@ class Backend:
     """One way to run a joint graph. `registry` lists all of them."""
 
     name: str
-    """As in `compile.backend`."""
+    """What `find_backend` finds it by."""
     compile: Callable[[JointGraph], BoxedFunction]
     """Compile a valid joint graph, which stays as it was, before the first call."""
     fuses_ops: bool

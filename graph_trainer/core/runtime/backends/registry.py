@@ -36,6 +36,6 @@ def find_backend(name: str) -> Backend:
     if name not in BACKENDS:
         hint = did_you_mean(name, BACKENDS, otherwise=".")
         raise ConfigError(
-            f"compile.backend is '{name}'{hint} It must be one of {', '.join(BACKENDS)}"
+            f"there is no backend '{name}'{hint} It must be one of {', '.join(BACKENDS)}"
         )
     return BACKENDS[name]

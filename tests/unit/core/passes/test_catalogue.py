@@ -155,7 +155,7 @@ def test_an_entry_that_is_no_pass_names_entry_and_remedy(mine):
         (f"{mine}.passes:number", "int and not a pass", "@graph_pass"),
         (f"{mine}.passes:rematerialize", "'rematerialize', as a built-in", "another name"),
     ):
-        refused(f"compile.passes: '{entry}'", *words, passes=["default", entry])
+        refused(f"PassConfig.passes: '{entry}'", *words, passes=["default", entry])
 
 
 @pytest.mark.parametrize("text", [":x", ".a:x", "m:", "a. b:x", "a:b c"])

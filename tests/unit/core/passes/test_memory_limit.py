@@ -1,4 +1,4 @@
-"""compile.memory_limit_gib: what is rolled back, kept and refused, the same on every rank."""
+"""PassConfig.memory_limit_gib: what is rolled back, kept and refused, the same on every rank."""
 
 import dataclasses
 import math
@@ -12,7 +12,13 @@ from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of, unknown
+from graph_trainer.core.passes.memory_limit import (
+    MORE_SHARDS,
+    SMALLER_BATCH,
+    DeviceMemory,
+    host_memory_of,
+    unknown,
+)
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -97,7 +103,7 @@ def test_an_optional_pass_beyond_the_limit_is_rolled_back(plain, high):
     row = report.last
     assert row.name == "overlap_fsdp" and row.peak_bytes == report.rows[-2].peak_bytes
     for text in (row.rolled_back, str(report)):
-        assert "rolled back" in text and "compile.memory_limit_gib" in text
+        assert "rolled back" in text and "PassConfig.memory_limit_gib" in text
     assert [line.split()[0] for line in report.notes()] == ["overlap_fsdp"]
 
 
@@ -116,21 +122,21 @@ def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
         after(low - 1, other=OtherMemory(optimizer_bytes=0))
     message = str(caught.value)
     for words in (
-        f"compile.memory_limit_gib = {(low - 1) / GIB:g}",
+        f"PassConfig.memory_limit_gib = {(low - 1) / GIB:g}",
         "activations",
-        "activation_checkpoint.type",
-        "training.local_batch_size",
-        "parallelism.data_parallel_shard_degree",
+        "PassConfig.activation_policy",
+        SMALLER_BATCH,
+        MORE_SHARDS,
     ):
         assert words in message
     # it gathers every parameter twice already
-    assert "fsdp_reshard_after_forward" not in message
+    assert "PassConfig.reshard_after_forward" not in message
     config = gt.PassConfig(
         reshard_after_forward="never", memory_limit_gib=(low - 1) / GIB, disable_passes=OFF
     )
-    with pytest.raises(gt.PassError, match="fsdp_reshard_after_forward"):
+    with pytest.raises(gt.PassError, match="PassConfig.reshard_after_forward"):
         gt.run_passes(captured_decoder(), config)
-    with pytest.raises(gt.PassError, match="fsdp_reshard_after_forward"):
+    with pytest.raises(gt.PassError, match="PassConfig.reshard_after_forward"):
         list(pass_by_pass(captured_decoder(), config))
     assert list(pass_by_pass(captured_decoder(), config, refuses=False))
 
@@ -175,10 +181,11 @@ def test_an_optional_pass_with_which_nothing_can_be_planned_is_rolled_back():
         passes=["default", early],
         disable_passes=OFF,
         activation_policy="budget",
+        memory_limit_gib=1.0,
         hardware=load_hardware("cpu"),
         other_memory=lambda joint: NOTHING,
     )
-    alone = dataclasses.replace(config, passes=["default"], memory_limit_gib=1.0)
+    alone = dataclasses.replace(config, passes=["default"])
     joint = captured_decoder()
     gt.run_passes(joint, dataclasses.replace(alone, activation_policy="full"))
     limit = (peak(joint) + 100_000) / GIB
@@ -191,7 +198,7 @@ def test_a_pass_that_breaks_the_limit_after_an_optional_one_is_refused_with_the_
     passes = ["default", "overlap_fsdp", hungry(500, optional=False)]
     alone, _ = after(passes=["default", passes[-1]])
     limit = max(high, peak(alone))
-    with pytest.raises(gt.PassError, match=r'compile.disable_passes = \["overlap_fsdp"\]'):
+    with pytest.raises(gt.PassError, match=r'PassConfig.disable_passes = \["overlap_fsdp"\]'):
         after(limit, passes=passes)
     assert after(limit, passes=["default", passes[-1]])[0].history == alone.history
 
@@ -290,12 +297,12 @@ def test_a_device_refuses_a_step_and_rolls_nothing_back(overlapped, high, low):
         after(has=having(high - 1))  # which would do without overlap_fsdp
     message = prose(caught.value)
     for words in (
-        "compile.memory_limit_gib is unset, and the step needs",
+        "PassConfig.memory_limit_gib is unset, and the step needs",
         f"This rank has {gib(high - 1)} GiB: all there is; it needs {gib(high)} GiB",
         "activations",
-        "Take the risk with compile.memory_limit_gib = 0",
-        "training.local_batch_size",
-        'compile.disable_passes = ["overlap_fsdp"]',
+        "Take the risk with PassConfig.memory_limit_gib = 0",
+        SMALLER_BATCH,
+        'PassConfig.disable_passes = ["overlap_fsdp"]',
     ):
         assert words in message
     assert "rolled back" not in message
@@ -314,7 +321,7 @@ def test_a_limit_of_ones_own_and_none_at_all_ask_no_device(plain, overlapped, hi
 
 @pytest.mark.parametrize("limit", [-1.0, math.nan, math.inf])
 def test_what_is_no_limit(limit):
-    with pytest.raises(gt.PassError, match=f"compile.memory_limit_gib = {limit}: not a limit"):
+    with pytest.raises(gt.PassError, match=f"PassConfig.memory_limit_gib = {limit}: not a limit"):
         gt.run_passes(captured_decoder(), gt.PassConfig(memory_limit_gib=limit))
 
 
@@ -433,8 +440,8 @@ def test_copies_that_the_host_has_no_memory_for_are_refused():
         offloaded(need - 1)
     message = str(caught.value)
     assert f"keeps {gib(need)} GiB of activations there" in message
-    assert "a test's" in message and "block_inputs = false" in message
-    assert "compile.memory_limit_gib = 0 takes the risk" in message
+    assert "a test's" in message and "block_inputs = False" in message
+    assert "PassConfig.memory_limit_gib = 0 takes the risk" in message
     assert offloaded(need - 1, limit=0) == need
     assert offloaded(lambda joint: None) == need, "it is not known what there is"
     assert offloaded(0, block_inputs=False) == 0

@@ -199,7 +199,7 @@ def test_the_result_of_a_collective_is_copied_when_it_is_complete():
 
 
 STAYS = {
-    "smaller than compile.offload_activations.min": lambda b, made: (made[0], {"min_bytes": 65}),
+    "smaller than OffloadActivationsOptions.min": lambda b, made: (made[0], {"min_bytes": 65}),
     "backward needs them before a copy would be complete": lambda b, made: (made[-1], {}),
     "memory of an input": lambda b, made: (made[0].args[0].args[1], {}),
     "backward does not read them": lambda b, made: (made[0].args[0], {}),
@@ -343,6 +343,6 @@ def test_numbers_are_the_same_whatever_is_tagged(steps, prefetch, finish, blocks
 @pytest.mark.parametrize("name", ["prefetch_blocks", "finish_blocks", "min_bytes"])
 def test_bad_options_are_named(name):
     with pytest.raises(
-        gt.PassError, match=f"compile.offload_activations.{name} is -1; it must be 0 or more"
+        gt.PassError, match=f"OffloadActivationsOptions.{name} is -1; it must be 0 or more"
     ):
         OffloadActivationsOptions(**{name: -1})

@@ -1,4 +1,4 @@
-"""A setting acts or is refused: none is without effect because a pass is not in the list."""
+"""The settings make the list of passes, so that none is without effect."""
 
 from collections import Counter
 from dataclasses import fields, replace
@@ -13,11 +13,11 @@ from graph_trainer.core.graph.annotations import is_backward, module_of, paramet
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.agreement import OneRank
-from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.core.passes.catalogue import idle_fields, registered_passes
+from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.core.passes.context import ActivationPolicy, ReshardAfterForward, RunSettings
-from graph_trainer.core.passes.pipeline import PassConfig, with_policy
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
+from graph_trainer.core.passes.memory_table import MemoryTable
+from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions
+from graph_trainer.core.passes.pass_list import PassConfig, pass_list
 from graph_trainer.core.passes.tag_activations import TagActivationsOptions
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
@@ -39,69 +39,102 @@ def without(*names):
     return [name for name in BY_DEFAULT if name not in names]
 
 
-def moved(name, *, behind):
-    names = without(name)
-    names.insert(names.index(behind) + 1, name)
-    return names
+def names(**config):
+    return [pass_.name for pass_ in pass_list(PassConfig(**config))]
+
+
+def settings_and_passes():
+    """Every value of a setting that needs passes, and these."""
+    limit, table = {"memory_limit_gib": 1.0}, {"memory_table": MemoryTable((), None, ())}
+    offloading = {"memory_table": MemoryTable((), None, ("layers.0",))}
+    unshards, planned = ["tag_fsdp_unshards", "rematerialize"], ["plan_memory", "rematerialize"]
+    for value in ("default", "always"):
+        yield {"reshard_after_forward": value}, unshards
+    yield {"reshard_after_forward": "auto"} | limit, ["plan_memory", *unshards]
+    for value in ("selective", "full", "layers"):
+        yield {"activation_policy": value}, ["tag_activations", "rematerialize"]
+    yield {"activation_policy": "budget"} | limit, planned
+    yield {"activation_policy": "file"} | table, planned
+    offloaded = [*planned, "offload_activations"]
+    yield {"activation_policy": "budget", "allow_offload": True} | limit, offloaded
+    yield {"activation_policy": "file"} | offloading, offloaded
+    yield {"passes": ["bucket_collectives"]}, ["tag_buckets"]
+
+
+SETTINGS = list(settings_and_passes())
+
+
+@pytest.mark.parametrize(("settings", "needed"), SETTINGS)
+def test_a_setting_adds_its_passes_in_the_order_of_the_catalogue(settings, needed):
+    listed = settings.get("passes", [])
+    assert names(**{"passes": ()} | settings) == [*needed, *listed]
+    around = [*listed, "normalize_views", "schedule_overlap"]
+    around = [name for name in registered_passes() if name in around]
+    expected = [name for name in registered_passes() if name in (*around, *needed)]
+    assert names(**settings | {"passes": around}) == expected
+    assert names(**settings | {"passes": ["default"]}) == BY_DEFAULT
+
+
+def test_settings_that_need_no_pass_add_none():
+    assert names(passes=(), reshard_after_forward="never") == []
+    assert names(passes=(), activation_policy="user") == []
+    assert names(passes=(), allow_offload=True) == []
+
+
+@pytest.mark.parametrize(("settings", "needed"), SETTINGS)
+def test_a_pass_that_a_setting_needs_cannot_be_disabled(settings, needed):
+    for name in needed:
+        with pytest.raises(gt.PassError) as error:
+            names(**settings, disable_passes=[name])
+        message = str(error.value)
+        assert message.startswith("PassConfig.disable_passes: ") and f"'{name}'" in message
+        causes = ("bucket_collectives", *(f"PassConfig.{setting}" for setting in settings))
+        assert any(cause in message for cause in causes)
+    names(**settings, disable_passes=without(*needed, "tag_buckets"))
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "passes", "words"),
+    ("settings", "moved", "behind"),
     [
-        *(
-            ("reshard_after_forward", value, without(missing), [missing, "'never'"])
-            for value in ("default", "always", "auto")
-            for missing in ("tag_fsdp_unshards", "rematerialize")
-        ),
-        ("reshard_after_forward", "auto", without("plan_memory"), ["plan_memory"]),
-        *(
-            ("activation_policy", value, without(missing), [missing, "'none'"])
-            for value in ("selective", "full", "layers")
-            for missing in ("tag_activations", "rematerialize")
-        ),
-        *(
-            ("activation_policy", "budget", without(missing), [missing])
-            for missing in ("plan_memory", "rematerialize")
-        ),
-        *(
-            (
-                *("activation_policy", "budget", moved("plan_memory", behind=tag)),
-                ["plan_memory is listed after tag_", 'Put "plan_memory" in front of'],
-            )
-            for tag in ("tag_activations", "tag_fsdp_unshards")
-        ),
-        (
-            *("activation_policy", "full", moved("tag_activations", behind="tag_fsdp_unshards")),
-            ["tag_activations is listed after tag_fsdp_unshards"],
-        ),
-        (
-            *("activation_policy", "full", moved("rematerialize", behind="offload_activations")),
-            ["rematerialize is listed after offload_activations"],
-        ),
-        ("allow_offload", True, without("offload_activations"), ["offload_activations", "False"]),
+        ({"activation_policy": "budget"}, "plan_memory", "tag_activations"),
+        ({"activation_policy": "budget"}, "plan_memory", "tag_fsdp_unshards"),
+        ({"activation_policy": "full"}, "tag_activations", "tag_fsdp_unshards"),
+        ({"activation_policy": "full"}, "rematerialize", "offload_activations"),
+        ({}, "tag_buckets", "bucket_collectives"),
     ],
 )
-def test_a_value_without_its_passes_is_refused_with_both_remedies(setting, value, passes, words):
-    with pytest.raises(gt.PassError, match=f"{setting} = {value!r} has no effect: the pass") as e:
-        gt.run_passes(small(), PassConfig(passes=passes, **{setting: value}))
-    for word in (*words, f"or set {setting} to", "compile.passes"):
-        assert word in str(e.value)
+def test_a_pass_that_a_setting_needs_cannot_run_behind_one_that_reads_its_work(
+    settings, moved, behind
+):
+    order = [name for name in BY_DEFAULT if name != moved]
+    order.insert(order.index(behind) + 1, moved)
+    with pytest.raises(gt.PassError, match=f"put '{moved}' in front of") as error:
+        names(passes=order, memory_limit_gib=1.0, **settings)
+    assert str(error.value).startswith("PassConfig.passes: ")
 
 
-def test_a_table_that_offloads_needs_the_pass_that_does():
-    table = MemoryTable((), None, ("layers.0",))
-    config = PassConfig(
-        activation_policy="file", memory_table=table, disable_passes=["offload_activations"]
-    )
-    with pytest.raises(gt.PassError, match="memory_table.offloaded = True has no effect"):
-        gt.run_passes(small(), config)
+def test_a_users_own_pass_stays_where_it_is_listed():
+    @gt.graph_pass(stage=gt.Stage.TAG, summary="Tag parameters in another way")
+    def mine(joint, options, context): ...
+
+    listed = [mine, "tag_fsdp_unshards", "bucket_collectives"]
+    assert names(passes=listed, activation_policy="full") == [
+        *("mine", "tag_activations", "tag_fsdp_unshards"),
+        *("rematerialize", "tag_buckets", "bucket_collectives"),
+    ]
 
 
-def test_the_remedy_knows_a_list_of_what_is_left_out():
-    config = PassConfig(reshard_after_forward="always", disable_passes=["rematerialize"])
-    remedy = 'Take "rematerialize" out of compile.disable_passes, or set reshard_after_forward to'
-    with pytest.raises(gt.PassError, match=remedy):
-        gt.run_passes(small(), config)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_policy": "budget"},
+        {"activation_policy": "budget", "memory_limit_gib": 0.0},
+        {"reshard_after_forward": "auto"},
+    ],
+)
+def test_a_plan_of_memory_needs_a_limit(settings):
+    with pytest.raises(gt.PassError, match="^PassConfig.memory_limit_gib: .* set the GiB"):
+        PassConfig(**settings)
 
 
 def test_what_is_unset_asks_for_nothing():
@@ -120,19 +153,6 @@ def test_what_is_unset_asks_for_nothing():
     assert gathered_again(joints[2]) == gathered_again(joints[3]) == []
 
 
-def test_a_pass_of_a_users_own_may_carry_out_a_value():
-    tag = gt.graph_pass(
-        stage=gt.Stage.TAG,
-        summary="Tag parameters in another way",
-        required_for={"reshard_after_forward": ("always",)},
-        relies_on=("rematerialize",),
-    )(lambda joint, options, context: None)
-    config = PassConfig(passes=[tag, "rematerialize"], reshard_after_forward="always")
-    gt.run_passes(small(), config)
-    with pytest.raises(gt.PassError, match="pass rematerialize is not in compile.passes"):
-        gt.run_passes(small(), replace(config, passes=[tag]))
-
-
 class Offloads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -146,10 +166,10 @@ class Offloads(nn.Module):
 
 def test_an_offload_of_the_model_needs_its_pass():
     joint = captured(Offloads(), torch.randn(2, 4))
-    refused = "gt.offload = True has no effect: the pass offload_activations .* of the model"
-    with pytest.raises(gt.PassError, match=refused):
+    with pytest.raises(gt.PassError, match="'offload_activations'.* out of the model"):
         gt.run_passes(joint, PassConfig(disable_passes=["offload_activations"]))
-    gt.run_passes(joint)
+    gt.run_passes(joint, PassConfig(passes=[]))
+    assert joint.history == ["offload_activations"]
     gt.run_passes(joint, PassConfig(passes=["schedule_overlap"]))  # it has been carried out
 
 
@@ -161,53 +181,11 @@ def test_options_of_another_class_are_refused(given):
         gt.run_passes(small(), PassConfig(options={"bucket_collectives": given}))
 
 
-@pytest.mark.parametrize("options", [{"strategy": "size"}, {}], ids=["changed", "as by default"])
-def test_options_need_what_their_pass_relies_on(options):
-    given = {"bucket_collectives": BucketCollectivesOptions(**options)}
-    with pytest.raises(gt.PassError, match="pass tag_buckets is not in compile.passes"):
-        gt.run_passes(small(), PassConfig(passes=["bucket_collectives"], options=given))
-
-
-@pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({"allow_offload": True}, "'budget'"),
-        ({"memory_table": MemoryTable((), None, ())}, "'file'"),
-        ({"activation_policy": "full", "recompute_every_nth_block": 3}, "'layers'"),
-        ({"activation_policy": "full", "recompute_matmuls_of": ("up",)}, "'selective'"),
-        ({"options": {"tag_activations": TagActivationsOptions(matmuls="keep")}}, "'selective'"),
-        (
-            {"options": {"tag_activations": TagActivationsOptions(regather="always")}},
-            "'selective' or 'full' or 'layers'",
-        ),
-        ({"options": {"bucket_collectives": BucketCollectivesOptions(cap_mib=5.0)}}, "'size'"),
-        (
-            {"options": {"bucket_collectives": BucketCollectivesOptions(max_span=9)}},
-            "'size' or 'auto'",
-        ),
-    ],
-)
-def test_what_no_other_field_reads_is_refused(given, remedy):
-    (name,) = (given.get("options") or {"": None}).keys()
-    with pytest.raises(gt.PassError, match=f"has no effect. Set .* to {remedy}, or leave"):
-        gt.run_passes(small(), PassConfig(**given))
-    assert not name or name in registered_passes()
-
-
-@pytest.mark.parametrize("policy", get_args(ActivationPolicy))
-def test_another_policy_is_told_nothing_that_it_does_not_read(policy):
-    table = MemoryTable((), None, ())
-    before = PassConfig(
-        activation_policy="layers",
-        recompute_every_nth_block=3,
-        options={"tag_activations": TagActivationsOptions(regather="never")},
-    )
-    after = with_policy(before, policy, **({"memory_table": table} if policy == "file" else {}))
-    assert after.activation_policy == policy
-    settings = {each.name: getattr(after, each.name) for each in fields(RunSettings)}
-    assert not list(idle_fields(settings, after.options))
-    if policy == "layers":
-        assert after == before
+@pytest.mark.parametrize("options", [{"in_flight": 2}, {}], ids=["changed", "as by default"])
+def test_options_need_their_pass(options):
+    config = PassConfig(options={"overlap_fsdp": OverlapFsdpOptions(**options)})
+    with pytest.raises(gt.PassError, match="^OverlapFsdpOptions: .* add it to PassConfig.passes"):
+        gt.run_passes(small(), config)
 
 
 # --- every value of every setting, every pass ------------------------------------------------
@@ -303,6 +281,6 @@ def test_without_any_one_pass_a_value_is_refused_or_acts_as_before(setting, valu
         except gt.PassError as error:
             # a table is refused too where it is of the ops of another graph
             of_another = value == "file" and "of another model" in str(error)
-            assert of_another or f"the pass {name} is in" in str(error)
+            assert of_another or f"the pass '{name}' cannot be left out" in str(error)
         else:
             assert effect(made) == effect(whole) or value is None, name

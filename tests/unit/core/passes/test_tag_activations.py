@@ -253,7 +253,7 @@ def test_a_parameter_that_only_recomputation_reads_is_gathered_again():
     ("options", "said"),
     [
         ({"matmuls": "everysecond"}, "did you mean 'every_second'"),
-        ({"regather": "sometimes"}, "compile.tag_activations.regather is 'sometimes'"),
+        ({"regather": "sometimes"}, "TagActivationsOptions.regather is 'sometimes'"),
     ],
 )
 def test_bad_options_are_named(options, said):

@@ -9,7 +9,7 @@ import graph_trainer as gt
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.simulation import detect
-from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_for, detect_hardware
+from graph_trainer.core.simulation.detect import HARDWARE, detect_for, detect_hardware
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from tests.unit.core.simulation.machines import has
 from tests.unit.fake_ranks import Agreed
@@ -50,7 +50,7 @@ def test_any_other_gpu_gets_one_with_a_reason(monkeypatch, name, gib, capability
     has(monkeypatch, name, gib, *capability)
     found = detect_hardware()
     assert not found.exact and found.hardware.name == profile
-    for words in (f"{profile} in place of {name}", HARDWARE_KEY, *known_hardware()):
+    for words in (f"{profile} in place of {name}", HARDWARE, *known_hardware()):
         assert words in found.why
 
 
@@ -113,9 +113,7 @@ def test_ranks_on_unlike_devices_are_refused(monkeypatch, mine):
     places = [list(known_hardware()).index(name) for name in ("a100-80g", "h100-sxm")]
 
     answers = iter([max(places), max(-place for place in places)])
-    words = (
-        f"{HARDWARE_KEY} is unset .* different devices.*a100-80g and h100-sxm.*this rank: {mine}"
-    )
+    words = f"{HARDWARE} is unset .* different devices.*a100-80g and h100-sxm.*this rank: {mine}"
     with pytest.raises(gt.PassError, match=words):
         config = gt.PassConfig(passes=[simulating([])])
         gt.run_passes(joint, config, agreement=Agreed(lambda number: next(answers)))

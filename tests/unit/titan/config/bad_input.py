@@ -81,14 +81,13 @@ IN_FILES = (
     ),
     Bad("dataloader.sources = 3", 'It belongs to type = "huggingface_interleaved"'),
     Bad(
-        "compile.overlap_fsdp.in_flight = 8: has no effect: the pass overlap_fsdp is in "
-        "compile.disable_passes",
-        'Take "overlap_fsdp" out of compile.disable_passes, or leave',
+        "compile.overlap_fsdp = { in_flight = 8 }: the pass 'overlap_fsdp' is not in the list",
+        "add it to compile.passes, or leave its options out.",
         f'{OVERLAPPED}disable_passes = ["overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 8',
     ),
     Bad(
-        'parallelism.fsdp_reshard_after_forward = "always": has no effect: the pass rematerialize',
-        'Take "rematerialize" out of compile.disable_passes, or set '
+        "compile.disable_passes = [\"rematerialize\"]: the pass 'rematerialize' cannot be left out",
+        "take it out of compile.disable_passes, or set "
         'parallelism.fsdp_reshard_after_forward = "never".',
         '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
         '[compile]\ndisable_passes = ["rematerialize"]',
@@ -107,9 +106,8 @@ IN_FILES = (
     Bad("training.steps = 0", "to 1 or more"),
     Bad("checkpoint.keep_latest_k = 1", "at least 2 checkpoint replicas"),
     Bad(
-        'activation_checkpoint.type = "budget": it fills a memory limit, and '
-        "compile.memory_limit_gib is unset",
-        "Set the GiB that a step may need",
+        'compile.memory_limit_gib = unset: activation_checkpoint.type = "budget" fills a',
+        "set the GiB that a step may need",
         '[activation_checkpoint]\ntype = "budget"',
     ),
     Bad(

@@ -83,7 +83,7 @@ def _lock_folder() -> Path:
         raise ConfigError(
             f"backend 'regional' keeps what it compiles in TORCHINDUCTOR_CACHE_DIR, and cannot "
             f"write or lock '{error.filename or folder}' there ({error.strerror}): set "
-            'TORCHINDUCTOR_CACHE_DIR to a folder that you may write, or compile.backend = "eager"'
+            'TORCHINDUCTOR_CACHE_DIR to a folder that you may write, or use the backend "eager"'
         ) from error
     return folder
 

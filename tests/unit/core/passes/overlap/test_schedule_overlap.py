@@ -292,7 +292,7 @@ def test_context_parallelism_may_use_the_ranks_of_fsdp(of_context):
     ],
 )
 def test_limits_that_allow_nothing_are_refused(key, value):
-    with pytest.raises(gt.PassError, match=f"schedule_overlap.{key} is {value:g}"):
+    with pytest.raises(gt.PassError, match=f"ScheduleOverlapOptions.{key} is {value:g}"):
         ScheduleOverlapOptions(**{key: value})
 
 

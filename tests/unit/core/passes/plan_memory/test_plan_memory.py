@@ -21,18 +21,18 @@ from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.memory_table import MemoryTable
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.plan_memory.items import agreed_on, blocks_of, items_of_parameters
 from graph_trainer.core.passes.plan_memory.plan_memory import _Planner
 from graph_trainer.core.passes.plan_memory.solver import frontier
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.agreement import as_agreed
 from graph_trainer.testing import targets
-from graph_trainer.titan.memory_table import memory_table_of
+from graph_trainer.titan.memory_table import memory_table_of, memory_table_to_toml
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
@@ -151,16 +151,10 @@ def test_a_limit_that_nothing_fits_is_refused_with_the_least_that_does(extremes,
         planned(stack, least // 2)
     said = str(caught.value)
     assert "the least, with everything recomputed" in said and "activations" in said
-    assert "a smaller training.local_batch_size" in said
+    assert "a smaller batch" in said
     assert "compute activations again" not in said  # all are
-    needed = float(said.split("Raise compile.memory_limit_gib to ")[1].split(",")[0])
+    needed = float(said.split("Raise PassConfig.memory_limit_gib to ")[1].split(",")[0])
     assert planned(stack, needed * GIB)[1] <= needed * GIB
-
-
-@pytest.mark.parametrize("limit", [None, 0])
-def test_a_plan_without_a_limit_is_refused(stack, limit):
-    with pytest.raises(gt.PassError, match="a plan of memory needs a limit"):
-        planned(stack, limit)
 
 
 def test_the_table_repeats_the_plan_and_can_be_edited(extremes, stack):
@@ -168,9 +162,9 @@ def test_the_table_repeats_the_plan_and_can_be_edited(extremes, stack):
     limit = (least + most) // 2  # which overlap is held to as well
     joint, peak, seconds, _ = planned(stack, limit)
     table = joint.decisions["plan_memory"]
-    written = table.to_toml()
+    written = memory_table_to_toml(table)
     read = memory_table_of(tomllib.loads(written), "a file")
-    assert read.to_toml() == written and '"layers.' in written
+    assert memory_table_to_toml(read) == written and '"layers.' in written
     again, *same, _ = planned(stack, limit, "file", memory_table=read)
     assert same == [peak, seconds] and targets(again) == targets(joint)
     nothing = replace(read, rows=tuple(replace(row, keep_in=()) for row in read.rows))
@@ -187,7 +181,7 @@ def test_the_table_of_a_model_without_blocks_is_read_back():
     gt.run_passes(planned_one, gt.PassConfig(activation_policy="budget", memory_limit_gib=1.0))
     table = planned_one.decisions["plan_memory"]
     assert table.rows == ()
-    read = memory_table_of(tomllib.loads(table.to_toml()), "a file")
+    read = memory_table_of(tomllib.loads(memory_table_to_toml(table)), "a file")
     gt.run_passes(followed, gt.PassConfig(activation_policy="file", memory_table=read))
     assert followed.decisions["plan_memory"] == table and targets(followed) == targets(planned_one)
 
@@ -360,10 +354,10 @@ def test_a_graph_without_backward_is_left_alone(roomy, stack, policy):
 def test_what_a_file_cannot_decide_is_refused(stack):
     decided = MemoryTable((), ("layers.0.wq",))
     for table, reshard, said in (
-        (None, "default", "memory_table None; give it a MemoryTable"),
-        ("table.toml", "default", "memory_table 'table.toml'; give it"),
-        (decided, "never", 'fsdp_reshard_after_forward = "never" says so too'),
-        (decided, "always", 'fsdp_reshard_after_forward = "always" says so too'),
+        (None, "default", "memory_table is None, .* give it a MemoryTable"),
+        ("table.toml", "default", "memory_table is 'table.toml', "),
+        (decided, "never", 'reshard_after_forward = "never" decides that too'),
+        (decided, "always", 'reshard_after_forward = "always" decides that too'),
         (replace(decided, parameters=None), "auto", "has no keep_unsharded"),
     ):
         with pytest.raises(gt.PassError, match=said):
@@ -394,7 +388,7 @@ def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room(extremes):
     table = found.decisions["plan_memory"]
     assert peak <= low and table.offloaded and any(map(is_copy_to_host, found.graph.nodes))
     assert "blocks in host memory" in str(report)
-    read = memory_table_of(tomllib.loads(table.to_toml()), "a file")
+    read = memory_table_of(tomllib.loads(memory_table_to_toml(table)), "a file")
     again, *_ = planned(stack, None, "file", memory_table=read, **plain)
     assert targets(again) == targets(found)
     plans = [planned(stack, limit, **offload) for limit in (low, 2 * low, most)]
