@@ -63,9 +63,9 @@ def example(source: str, folder: Path, fresh: Fresh) -> list[str]:
 
 
 def test_views_and_waits_are_listed_when_asked_for_as_the_text_says(tmp_path, fresh):
-    page = PAGES["python_api.md"]
+    page = PAGES["README.md"]
     assert "`listing(joint, views=True)`" in page.prose and "`print(joint)`" in page.prose
-    (block,) = (b for b in page.blocks if "print(listing(joint))" in b.text)
+    (block,) = (b for b in page.blocks if "def capture_toy" in b.text)
     checks = """
 from graph_trainer.core.graph.joint_graph import compute_nodes
 short, long = listing(joint), listing(joint, views=True)
