@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Lint, format, types, unit tests and one launch of real ranks: seven minutes on two cores.
+# Run lint, format, types, unit tests and one launch of real ranks: six minutes on two cores.
 # --full runs every test, as CI does: half an hour.
-# With other arguments: pytest alone, with these; paths are relative to the checkout.
+# Other arguments go to pytest, which runs alone; paths are relative to the checkout.
 set -euo pipefail
 
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
@@ -13,7 +13,7 @@ use_environment dev graph_trainer torch torchtitan \
     xdist
 cd "$here"
 
-# Tests start many ranks on few cores, and never need the network.
+# Tests start many ranks on few cores, and need no network.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 case "${1:-}" in
@@ -23,7 +23,7 @@ case "${1:-}" in
 esac
 export HYPOTHESIS_PROFILE
 
-# Every gate runs, so that one call shows all there is to mend.
+# Every check runs, so that one call shows all failures.
 failed=()
 gate() {
     echo "== $*"
@@ -32,9 +32,9 @@ gate() {
 gate ruff check .
 gate ruff format --check .
 gate mypy
-# Tests on real ranks take every core; unit tests take one each, and two processes keep two busy.
-# In the order of their names the files that take minutes come long before the last: sorted by their
-# number of tests, as xdist would, those of one long test came at the end, and one process waited.
+# Tests on real ranks use every core; a unit test uses one, so two processes run them.
+# Files run in the order of their names. Sorted by number of tests, as by xdist, files with one
+# long test run last, and one of the processes waits.
 gate pytest tests/integration -m "$integration"
 gate pytest tests/docs tests/unit -m "$unit" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

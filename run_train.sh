@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train. Installs what is missing, then is `graph-trainer train`: --help explains flags and
-# environment, and graph_trainer/cli/launcher.py decides everything.
+# Install what is missing, then run `graph-trainer train`. See --help for flags and environment, and
+# graph_trainer/cli/launcher.py for what it does.
 set -euo pipefail
 
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
