@@ -2,10 +2,9 @@
 
 Imports point down only, from cli over planner, train, titan and core to errors, without a cycle
 between modules or between folders, the core's own included; imports for type checkers and imports
-inside functions count. The core imports torch and the standard library; one file asks the solver of
-scipy and one reads TOML, both inside a function. Private names of torch are in
-core/torch_private.py and the files that begin so, so that a new release of torch is read in few
-files.
+inside functions count. The core imports torch and the standard library, and one file the solver of
+scipy, inside a function. Private names of torch are in core/torch_private.py and the files that
+begin so, so that few files depend on a release of torch.
 """
 
 import ast
