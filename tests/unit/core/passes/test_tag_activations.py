@@ -153,9 +153,9 @@ def test_the_first_residual_is_worth_what_the_docs_say(monkeypatch):
     mib, tokens, gib, layers = (
         int(number.replace(",", ""))
         for number in re.search(
-            r"residual is (\d+) MiB a block and sequence of ([\d,]+)\s+tokens in bfloat16: "
+            r"residual takes (\d+) MiB for each block and sequence of ([\d,]+) tokens in bfloat16: "
             r"(\d+) GiB in the (\d+)",
-            page,
+            " ".join(page.split()),
         ).groups()
     )
     assert mib << 20 == tokens * SIZES["8b"].dim * 2
