@@ -37,7 +37,8 @@ def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
 def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
     """Return, for each block by its FQN, the tensors that its forward reads from outside the block.
 
-    Each is listed for its first reader. Parameters and the step's inputs are left out. Linear.
+    A tensor is listed for the first block outside its own that reads it. Parameters and the step's
+    inputs are left out. Linear in nodes.
     """
     parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
     inputs: dict[str, list[fx.Node]] = {}
@@ -46,11 +47,12 @@ def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
             continue
         if not isinstance(value_of(node), torch.Tensor):
             continue
-        made_in = block_of(module_of(node))
-        readers = (block_of(module_of(u)) for u in node.users if phase_of(u) is Phase.FORWARD)
-        outside = next((name for name in readers if name not in (None, made_in)), None)
-        if outside is not None:
-            inputs.setdefault(outside, []).append(node)
+        block = block_of(module_of(node))
+        for user in node.users:
+            reader = block_of(module_of(user))
+            if phase_of(user) is Phase.FORWARD and reader not in (None, block):
+                inputs.setdefault(reader, []).append(node)
+                break
     return inputs
 
 
@@ -63,16 +65,18 @@ def forward_block_of(node: fx.Node) -> str | None:
 
 def is_read_elsewhere(node: fx.Node, block: str) -> bool:
     """Return whether forward or loss reads a result of the node outside its block."""
-    readers = (n for user in node.users for n in (user.users if is_getitem(user) else (user,)))
+    readers: list[fx.Node] = []
+    for user in node.users:
+        readers += user.users if is_getitem(user) else [user]
     return any(not is_backward(reader) and forward_block_of(reader) != block for reader in readers)
 
 
 def may_run_again(node: fx.Node, writes: Writes) -> bool:
-    """Tell whether a second run of the node gives the same result.
+    """Return whether a second run of the node gives the same result.
 
     It has no effect, draws no random numbers, and no op writes its inputs or its result later.
     """
     if has_effect(node) or not tensors_of(node):
         return False
-    read = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))
-    return not any(writes.between(node, None, each) for each in read)
+    values = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))
+    return not any(writes.between(node, None, value) for value in values)

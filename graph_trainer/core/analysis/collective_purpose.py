@@ -25,12 +25,14 @@ class Traffic(StrEnum):
 def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[fx.Node, Traffic]:
     """Return the purpose of each collective of a graph. Linear in collectives and group sizes.
 
-    FSDP's collectives have a role, and those of context parallelism a mark. Expert parallelism's
-    are the all-to-alls whose splits data decide, and those of its group, which exchange the counts.
-    Of the others, a collective belongs to tensor parallelism if its group shares no two ranks with
-    a data-parallel group: its members then compute on the same batch.
-    `gradients` are the FQNs of those that the graph returns; without them the only group that
-    reduces any looks data-parallel.
+    FSDP's collectives have a role, and those of context parallelism a mark. Expert parallelism
+    issues the all-to-alls whose splits data decide, and the all-to-alls of the same groups, which
+    exchange the counts. Any other collective belongs to tensor parallelism if its group shares at
+    most one rank with every data-parallel group: its members then compute on the same batch.
+
+    Args:
+        gradients: FQNs of the gradients that the graph returns. Without them, a group of tensor
+            parallelism that reduces all the gradients that are reduced counts as data-parallel.
     """
     data_parallel = data_parallel_groups(issued, gradients)
     of_experts = {c.ranks for c in issued if counts_of(c.node) is not None}
@@ -45,8 +47,9 @@ def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[
             traffic[c.node] = Traffic.EXPERT_PARALLEL
         else:
             if c.ranks not in known:
-                apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
-                known[c.ranks] = Traffic.TENSOR_PARALLEL if apart else Traffic.OTHER
+                shared = [len(set(c.ranks) & set(group)) for group in data_parallel]
+                same_batch = all(count < 2 for count in shared)
+                known[c.ranks] = Traffic.TENSOR_PARALLEL if same_batch else Traffic.OTHER
             traffic[c.node] = known[c.ranks]
     return traffic
 
@@ -54,9 +57,10 @@ def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[
 def data_parallel_groups(
     issued: list[Collective], gradients: Iterable[str] = ()
 ) -> set[tuple[int, ...]]:
-    """Return the groups that gather parameters, or reduce all gradients that are reduced or named.
+    """Return the groups that gather parameters, and those that reduce every gradient.
 
-    A group of tensor parallelism reduces only the gradients of parameters that it does not shard.
+    "Every" are the gradients that any group reduces, with those that `gradients` names. A group of
+    tensor parallelism reduces only the gradients of parameters that it does not shard.
     """
     reduced: dict[tuple[int, ...], set[str]] = {}
     for c in issued:

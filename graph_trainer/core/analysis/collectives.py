@@ -51,7 +51,8 @@ _RUN_ONCE = {
 _RANKS_SHOWN = 16
 
 Inputs = tuple[tuple[str, int], ...]
-"""dtype and number of elements of each tensor; of one row if ranks may send different numbers."""
+"""dtype and number of elements of each tensor; of one row where ranks may send different numbers of
+rows."""
 Entry = tuple[str, tuple[int, ...], Inputs, str]
 """Kind, ranks, inputs and reduction of a collective: what its members must agree on."""
 
@@ -66,7 +67,7 @@ class Collective:
     ranks: tuple[int, ...]
     """Global ranks of its group, in group order."""
     inputs: Inputs
-    """Of every tensor that is sent; for an all-to-all of one row."""
+    """The tensors that are sent; for an all-to-all, one row of each."""
     input_bytes: int
     output_bytes: int
     reduction: str | None
@@ -100,12 +101,12 @@ class Collective:
         return (self.kind, self.ranks, self.inputs, self.reduction or "")
 
     def describe(self) -> str:
-        """Format the collective in one line, of more than 16 ranks the first ones and the last."""
-        ranks, number = list(self.ranks), len(self.ranks)
-        text = f"ranks {ranks}"
-        if number > _RANKS_SHOWN:
-            text = f"{number} ranks [{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}]"
-        return f"{entry_text(self.entry(), text)} {self.where}"
+        """Format the collective in one line; of more than 16 ranks, list the first and the last."""
+        ranks = f"ranks {list(self.ranks)}"
+        if len(self.ranks) > _RANKS_SHOWN:
+            first = ", ".join(map(str, self.ranks[:4]))
+            ranks = f"{len(self.ranks)} ranks [{first}, ..., {self.ranks[-1]}]"
+        return f"{entry_text(self.entry(), ranks)} {self.where}"
 
     @property
     def where(self) -> str:
@@ -116,9 +117,11 @@ class Collective:
 def entry_text(entry: Entry, ranks: str) -> str:
     """Format an entry, with `ranks` as the text for its ranks."""
     kind, _, inputs, reduction = entry
+    op = f"{kind}({reduction})" if reduction else kind
     sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
-    rows = "rows of " if kind == "all_to_all_single" else ""
-    return f"{kind}{f'({reduction})' if reduction else ''} of {rows}{sizes} over {ranks}"
+    if kind == "all_to_all_single":
+        sizes = f"rows of {sizes}"
+    return f"{op} of {sizes} over {ranks}"
 
 
 def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
@@ -136,9 +139,9 @@ def collectives(joint: JointGraph) -> list[Collective]:
     Linear in nodes.
 
     Raises:
-        VerificationError: a collective names no group or sends no tensor, or is in a subgraph
-            that runs or not depending on data; or data decide its splits, and nothing shows that
-            members expect what the others send.
+        VerificationError: a collective names no group or sends no tensor; data decide whether its
+            subgraph runs; or data decide its splits, and no exchange of counts shows that ranks
+            expect what the others send.
     """
     return [collective_of(node, joint.ranks_of, waited) for node, waited in issued(joint.graph)]
 
@@ -147,7 +150,8 @@ def collective_of(
     node: fx.Node, ranks_of_group: Callable[[str], tuple[int, ...]], waited_after: int | None
 ) -> Collective:
     """Read one collective from its node. Raises as `collectives` does."""
-    group, sources = argument(node, "group_name"), collective_inputs(node)
+    group = argument(node, "group_name")
+    sources = collective_inputs(node)
     if group is None or not sources:
         raise VerificationError(
             f"node '{node.name}' ({node.target}) communicates without a named group or "
@@ -155,21 +159,26 @@ def collective_of(
             "(torch.distributed._functional_collectives) in a step that is captured"
         )
     ranks = ranks_of_group(str(group))
-    agreed = (argument(node, name) for name in kind_named(collective_name(node)).agreed)
-    splits = argument_nodes([argument(node, f"{side}_split_sizes") for side in ("input", "output")])
+    splits = argument_nodes(
+        [argument(node, "input_split_sizes"), argument(node, "output_split_sizes")]
+    )
     counts = counts_of(node) if splits else None
     if splits and counts is None:
         raise VerificationError(
-            f"node '{node.name}' ({node.target}) sends as many rows as data decide, and no "
-            "exchange of counts is known that other ranks have their own from: a pass that makes "
-            "such a node copies the annotations of the one that it replaces"
+            f"data decide how many rows node '{node.name}' ({node.target}) sends, and the node has "
+            "no annotation of the exchange that gave the other ranks their counts: a pass that "
+            "makes such a node must copy the annotations of the node that it replaces"
         )
-    by_counts = f"splits by counts {counts}" if splits else None
-    reduction = next((value for value in agreed if value is not None), by_counts)
+    reduction = f"splits by counts {counts}" if splits else None
+    for name in kind_named(collective_name(node)).agreed:
+        value = argument(node, name)
+        if value is not None:
+            reduction = str(value)
+            break
     if argument(node, "input_split_sizes") is None:
         inputs = tuple((str(t.dtype), numel_of(t)) for t in sources)
     else:
-        # an all-to-all: members may send and expect other numbers of rows, of one size
+        # an all-to-all: ranks may send different numbers of rows, and all rows have one size
         inputs = tuple((str(t.dtype), math.prod(t.shape[1:])) for t in sources)
     return Collective(
         node=node,
@@ -178,7 +187,7 @@ def collective_of(
         inputs=inputs,
         input_bytes=sum(map(nbytes_of, sources)),
         output_bytes=sum(map(nbytes_of, tensors_of(node))),
-        reduction=None if reduction is None else str(reduction),
+        reduction=reduction,
         role=role_of(node),
         phase=phase_of(node),
         module=module_of(node),
@@ -227,9 +236,9 @@ def issued(
                 if len(nodes) > before and str(node.target) not in _RUN_ONCE:
                     raise VerificationError(
                         f"node '{node.name}' ({node.target}) communicates within a subgraph "
-                        f"('{nodes[before].name}', {nodes[before].target}), which data may run on "
-                        "one rank and not on another, or another number of times: no order can be "
-                        "proved; move the communication out of it"
+                        f"('{nodes[before].name}', {nodes[before].target}). Data may decide how "
+                        "often each rank runs it, so no order can be proved: move the "
+                        "communication out of the subgraph"
                     )
 
     run(graph)

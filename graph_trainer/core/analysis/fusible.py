@@ -47,14 +47,15 @@ def is_free(node: fx.Node) -> bool:
     schema = schema_of(node)
     if schema is None or is_collective(node):
         return False
-    listed = bool(schema.returns) and schema.returns[0].alias_info is not None
-    return (aliased_input(node) is not None or listed) and not written_arguments(node)
+    # the schema marks the result as a view, or as a list of views
+    returns_view = bool(schema.returns) and schema.returns[0].alias_info is not None
+    return (aliased_input(node) is not None or returns_view) and not written_arguments(node)
 
 
 def has_own_buffer(node: fx.Node) -> bool:
-    """Tell whether a fusible node's result is in memory even if all its readers could fuse with it.
+    """Return whether a fusible node's result is in memory although its readers can fuse with it.
 
-    On CPU that is a concatenation; elsewhere, one of many tensors.
+    This holds for a concatenation: on CPU for any, on other devices for one of many tensors.
     """
     # torch._inductor.lowering.cat makes a ConcatKernel of these, torch 2.13 to 2.15
     if node.target is not torch.ops.aten.cat.default:
@@ -85,7 +86,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 free_nodes = once_per_node(is_free)
-"""Tells of every node of a graph whether it computes nothing. Linear in nodes."""
+"""Maps every node of a graph to whether it computes nothing. Linear in nodes."""
 
 fusible_nodes = once_per_node(is_fusible)
-"""Tells of every node of a graph whether a compiler can fuse it. Linear in nodes."""
+"""Maps every node of a graph to whether a compiler can fuse it. Linear in nodes."""

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,17 +62,17 @@ def lifetimes(
     """Follow every storage through views, in-place ops, waits and multi-output ops.
 
     A storage is alive from its node to the last reader of any of its views; an output of the
-    graph to the end. The results of a multi-output op are alive until the last of them is taken
-    out of their tuple. The inputs and results of a collective are alive until all results are
-    waited for, to the end if they never are. Linear in nodes.
+    graph is alive to the end. The results of a multi-output op are alive until the last of them is
+    taken out of their tuple. The inputs and results of a collective are alive until the last wait
+    for its results, or to the end if there is none. Linear in nodes.
 
     Args:
         scratch: bytes of scratch memory by node, as `scratch_bytes` returns them: the storage
             `(node, SCRATCH)`. It is alive while the node runs, that of a collective until its
             wait.
-        host_is_device: whether host memory is the device's, as on a CPU. Elsewhere copies in host
-            memory are counted apart, as what torch's allocator of pinned memory takes for them: a
-            power of two each.
+        host_is_device: whether host memory is the device's, as on a CPU. If not, copies in host
+            memory count in `host_bytes` alone, with a power of two bytes each, as torch's allocator
+            of pinned memory takes.
     """
     if not scratch and not host_is_device:
         return _plain_lifetimes(joint.graph)
@@ -80,15 +80,18 @@ def lifetimes(
 
 
 def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: bool) -> Lifetimes:
-    uses, size = _uses(graph), dict(_sizes(graph))
+    uses = _uses(graph)
+    size = dict(_sizes(graph))
     born = {storage: uses.position[storage[0]] for storage in size}
     last_use = {storage: uses.last.get(storage, place) for storage, place in born.items()}
     for node, num in scratch.items():
         storage = (node, SCRATCH)
-        size[storage], born[storage] = num, uses.position[node]
+        size[storage] = num
+        born[storage] = uses.position[node]
         last_use[storage] = uses.waited.get(node, born[storage])
     on_host = {s: num for s, num in size.items() if is_copy_to_host(s[0])}
     if not host_is_device:
+        # rounded up to a power of two
         on_host = {s: 1 << (num - 1).bit_length() for s, num in on_host.items() if num}
         size = {s: num for s, num in size.items() if s not in on_host}
 
@@ -101,7 +104,7 @@ def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: 
 
 @once_per_graph
 def _plain_lifetimes(graph: fx.Graph) -> Lifetimes:
-    return _lifetimes(graph, {}, False)
+    return _lifetimes(graph, scratch={}, host_is_device=False)
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
@@ -109,8 +112,9 @@ def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
 
     Each storage counts once, without inputs of the graph and copies in host memory.
     """
-    results, size = value_storages(graph), _sizes(graph)
-    kept = {storage for node in nodes for storage in storages_in(results[node])}
+    storages = value_storages(graph)
+    size = _sizes(graph)
+    kept = {storage for node in nodes for storage in storages_in(storages[node])}
     return sum(size.get(s, 0) for s in kept if not is_copy_to_host(s[0]))
 
 
@@ -118,19 +122,19 @@ def live_bytes(nodes: int, lifespans: Iterable[tuple[int, int, int]], always: in
     """Return the bytes alive at each of `nodes` nodes, with `always` more bytes at each.
 
     Args:
-        lifespans: of each storage the first and the last node at which it is alive, as positions
-            from 0 to nodes - 1, and its bytes.
+        lifespans: for each storage the positions of the first and the last node at which it is
+            alive, from 0 to nodes - 1, and its bytes.
     """
     change = [always, *[0] * nodes]
     for first, last, num in lifespans:
         change[first] += num
         change[last + 1] -= num
-    return list(accumulate(change[:nodes]))
+    return list(itertools.accumulate(change[:nodes]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """When storages are read, whatever their sizes."""
+    """When storages are read. Sizes do not matter here."""
 
     position: dict[fx.Node, int]
     last: dict[Storage, int]
@@ -141,7 +145,8 @@ class _Uses:
 
 @once_per_graph
 def _uses(graph: fx.Graph) -> _Uses:
-    results, kinds = value_storages(graph), collective_kinds(graph)
+    storages = value_storages(graph)
+    kinds = collective_kinds(graph)
     position = {node: place for place, node in enumerate(graph.nodes)}
     last: dict[Storage, int] = {}
     waited: dict[fx.Node, int] = {}
@@ -149,11 +154,11 @@ def _uses(graph: fx.Graph) -> _Uses:
 
     def use(nodes: Iterable[fx.Node], place: int) -> None:
         for node in nodes:
-            storages = results[node]
-            if isinstance(storages, tuple):
-                last[storages] = place
+            result = storages[node]
+            if isinstance(result, tuple):  # one storage, as most nodes have
+                last[result] = place
             else:
-                last.update(dict.fromkeys(storages_in(storages), place))
+                last.update(dict.fromkeys(storages_in(result), place))
 
     for node, place in position.items():
         use(inputs_of(node), place)
@@ -161,51 +166,53 @@ def _uses(graph: fx.Graph) -> _Uses:
         if kind is None:
             continue
         if kind.effect is Effect.STARTS:
-            for storage in storages_in(results[node]):
+            for storage in storages_in(storages[node]):
                 pending[storage].append(node)
         elif kind.effect is Effect.WAITS:
-            for storage in storages_in(results[node]):
-                for started in pending.pop(storage, ()):
-                    use((started, *inputs_of(started)), place)
-                    waited[started] = place
-    # never waited for: in use to the end
-    for started in {n for several in pending.values() for n in several}:
-        use((started, *inputs_of(started)), len(position) - 1)
+            for storage in storages_in(storages[node]):
+                for collective in pending.pop(storage, ()):
+                    use((collective, *inputs_of(collective)), place)
+                    waited[collective] = place
+    # without a wait: in use to the end
+    for collective in itertools.chain.from_iterable(pending.values()):
+        use((collective, *inputs_of(collective)), len(position) - 1)
     return _Uses(position, last, waited)
 
 
 @once_per_graph
 def _sizes(graph: fx.Graph) -> Mapping[Storage, int]:
     """Return the bytes of each storage that the graph allocates."""
-    results, stored = value_storages(graph), _stored_bytes(graph)
+    storages = value_storages(graph)
+    stored_bytes = _stored_bytes(graph)
     size: dict[Storage, int] = {}
 
-    def add(node: fx.Node, storages: ValueStorages, num: Any) -> None:
-        if isinstance(storages, list):
-            if num is not None:
-                for part, entry in zip(storages, num, strict=True):
-                    add(node, part, entry)
-        elif storages[0] is node and num is not None:
-            size[storages] = num
+    def add(node: fx.Node, storage: ValueStorages, num: Any) -> None:
+        if num is None:
+            return
+        if isinstance(storage, list):
+            for part, part_bytes in zip(storage, num, strict=True):
+                add(node, part, part_bytes)
+        elif storage[0] is node:
+            size[storage] = num
 
     for node in compute_nodes(graph):
-        add(node, results[node], stored[node])
+        add(node, storages[node], stored_bytes[node])
     return size
 
 
 @once_per_node
 def _stored_bytes(node: fx.Node) -> Any:
-    """Return the bytes of a node's result where it is stored anew, in a list for several, and None
-    in place of what is not a tensor."""
+    """Return the bytes that a node's result takes in a new storage: a list for several results, and
+    None for what is not a tensor."""
     # Only an op with strides as an argument makes a result with gaps. A real kernel of any other
     # op makes none, even if its fake kernel repeats those of an input.
     keeps_gaps = "strided" in str(node.target)
 
-    def of(value: Any) -> Any:
+    def bytes_of(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            return list(map(of, value))
+            return [bytes_of(part) for part in value]
         if not isinstance(value, torch.Tensor):
             return None
         return storage_bytes(value) if keeps_gaps else min(storage_bytes(value), nbytes_of(value))
 
-    return of(value_of(node))
+    return bytes_of(value_of(node))

@@ -38,12 +38,13 @@ def listing(joint: JointGraph, *, views: bool = False) -> str:
         view = is_getitem(node) or is_wait(node) or aliased_input(node) is not None
         if view and not views:
             continue
-        tensors, schema = tensors_of(node), schema_of(node)
+        tensors = tensors_of(node)
+        schema = schema_of(node)
         rows.append(
             (
                 str(phase_of(node) or ""),
                 module_of(node) or "",
-                str(node.target if schema is None else schema.name.rpartition("::")[2]),
+                str(node.target) if schema is None else schema.name.rpartition("::")[2],
                 " x ".join(map(str, tensors[0].shape)) if tensors else "",
                 f"{alive[node]:,}",
                 parameter_of(node) or "",

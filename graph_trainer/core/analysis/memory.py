@@ -63,8 +63,8 @@ class Memory:
     storages: list[LiveStorage]
     """The storages that the graph makes, in the order in which it makes them."""
     host_bytes: int = 0
-    """The most bytes that copies in host memory take at once. They are in the total only where host
-    memory is the device's."""
+    """The most bytes that copies in host memory take at once. The total includes them only where
+    host memory is the device's, as on a CPU."""
 
     @property
     def peak_bytes(self) -> int:
@@ -112,7 +112,8 @@ def memory_of(
         if storage in last_use:
             last_use[storage] = max(place, last_use[storage])
     order = list(joint.graph.nodes)
-    size = {s: b for s, b in lives.size.items() if not not_allocated or s not in not_allocated}
+    in_registers = not_allocated or set()
+    size = {storage: num for storage, num in lives.size.items() if storage not in in_registers}
     roots = storage_roots(joint.graph)
     gradients = {roots[node] for _, node in joint.gradients()}
     # storages that collectives read and no other op computes with
@@ -123,8 +124,8 @@ def memory_of(
         if is_collective(node):
             sent |= read
         else:
-            computed |= read - {roots[node]}  # else a view of it or a wait for it
-    backward = [place for place, node in enumerate(order) if is_backward(node)] or [len(order), -1]
+            computed |= read - {roots[node]}  # a view or a wait computes nothing with its input
+    backward = [place for place, node in enumerate(order) if is_backward(node)]
 
     def category_of(storage: Storage) -> Category:
         node, index = storage
@@ -137,15 +138,17 @@ def memory_of(
             return Category.COMMUNICATION
         if role is Role.UNSHARD:
             return Category.UNSHARDED
+        if is_backward(node) or not backward:
+            return Category.TEMPORARIES
         read_by_backward = backward[0] <= last_use[storage] <= backward[-1]
-        if not is_backward(node) and read_by_backward:
-            return Category.ACTIVATIONS
-        return Category.TEMPORARIES
+        return Category.ACTIVATIONS if read_by_backward else Category.TEMPORARIES
 
-    storages = [
-        LiveStorage(*storage, category_of(storage), num, lives.born[storage], last_use[storage])
-        for storage, num in size.items()
-    ]
+    storages = []
+    for storage, num in size.items():
+        node, index = storage
+        born = lives.born[storage]
+        category = category_of(storage)
+        storages.append(LiveStorage(node, index, category, num, born, last_use[storage]))
     always = {
         Category.PARAMETERS: given_bytes(joint, InputKind.PARAMETER),
         Category.OPTIMIZER_STATE: optimizer_bytes,
@@ -163,5 +166,8 @@ def memory_of(
 
 def given_bytes(joint: JointGraph, *kinds: InputKind) -> int:
     """Return the bytes of all inputs of some kinds on this rank."""
-    given = (node for kind in kinds for _, nodes in joint.inputs_of(kind) for node in nodes)
-    return sum(storage_bytes(tensor) for node in given for tensor in tensors_of(node))
+    total = 0
+    for kind in kinds:
+        for _, nodes in joint.inputs_of(kind):
+            total += sum(storage_bytes(tensor) for node in nodes for tensor in tensors_of(node))
+    return total

@@ -1,7 +1,7 @@
 """Which process groups the other ranks of a mesh are in, and which ranks run the same graph.
 
-The process groups of a rank say nothing about groups that the rank is not in. A device mesh is
-the same on every rank and lists all ranks, so the parallel groups follow from it.
+A rank knows only the process groups that it is in. A device mesh is the same on every rank and
+lists all ranks, so the parallel groups follow from it.
 """
 
 from __future__ import annotations
@@ -41,22 +41,25 @@ def _axes_of(mesh: torch.Tensor, ranks: Ranks) -> Axes | None:
 
     Axes with one coordinate are left out. None if the ranks, in this order, are no such group.
     """
-    first, last = ((mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
+    first = (mesh == ranks[0]).nonzero()[0].tolist()
+    last = (mesh == ranks[-1]).nonzero()[0].tolist()
     axes = [axis for axis in range(mesh.ndim) if first[axis] != last[axis]]
     if math.prod(mesh.shape[axis] for axis in axes) != len(ranks):
         return None
-    orders = itertools.permutations(axes)
-    return next((order for order in orders if list(ranks) in _groups(mesh, order)), None)
+    for order in itertools.permutations(axes):
+        if list(ranks) in _groups(mesh, order):
+            return order
+    return None
 
 
 def partition_of(meshes: list[torch.Tensor], ranks: Ranks) -> Partition | None:
     """Return the partition of the world that contains a group along axes of one of the meshes.
 
-    None if the group lies along no axes of any mesh. The axes may be in any order: groups that
-    count ranks by column are found.
+    None if the group lies along no axes of any mesh. The axes may be in any order, so that a group
+    may count ranks by column.
 
     Args:
-        meshes: the ranks of the world, each once, by coordinates.
+        meshes: tensors with every rank of the world once, at its coordinates.
     """
     for mesh in meshes:
         axes = _axes_of(mesh, ranks)
@@ -91,23 +94,25 @@ def joined(inner: Partition, outer: Partition) -> Partition | None:
     axis, or ranks would not end with the same tensor. Two reduce-scatters in a row leave their
     parts in the order of `joined(second, first)`. Linear in the ranks of the world.
     """
-    of = {rank: group for group in inner for rank in group}
-    if any(rank not in of for group in outer for rank in group):
+    inner_of = {rank: group for group in inner for rank in group}
+    groups: set[Ranks] = set()
+    for group in outer:
+        if any(rank not in inner_of for rank in group):
+            return None
+        groups.add(tuple(itertools.chain.from_iterable(inner_of[rank] for rank in group)))
+    ranks = list(itertools.chain.from_iterable(groups))
+    if len(ranks) != len(set(ranks)) or set(ranks) != set(inner_of):
         return None
-    flat = {tuple(itertools.chain.from_iterable(map(of.__getitem__, group))) for group in outer}
-    ranks = [rank for group in flat for rank in group]
-    if len(ranks) != len(set(ranks)) or set(ranks) != set(of):
-        return None
-    return tuple(sorted(flat))
+    return tuple(sorted(groups))
 
 
 @dataclass(frozen=True)
 class RankClasses:
     """The ranks of a mesh, in classes of ranks whose graphs are equal.
 
-    Each axis has classes of coordinates, and a class of ranks is one of each axis. So the
-    parallel groups through the ranks of one class have members of the same classes, and one rank
-    can represent its class.
+    The coordinates along each axis have classes, and two ranks are in one class if their
+    coordinates are in the same classes on every axis. So the parallel groups through the ranks of
+    one class have members of the same classes, and one rank can represent its class.
     """
 
     names: tuple[str, ...]
@@ -132,16 +137,19 @@ class RankClasses:
     def representatives(self) -> dict[int, int]:
         """Return the first rank of every class, with the number of ranks in the class."""
         members = {}
-        for kinds in itertools.product(*map(dict.fromkeys, self.labels)):
-            axes = list(zip(self.labels, kinds, strict=True))
-            first = int(self._mesh[tuple(labels.index(kind) for labels, kind in axes)])
-            members[first] = math.prod(labels.count(kind) for labels, kind in axes)
+        classes_of_axes = [list(dict.fromkeys(labels)) for labels in self.labels]
+        for classes in itertools.product(*classes_of_axes):
+            axes = list(zip(self.labels, classes, strict=True))
+            coordinates = tuple(labels.index(class_) for labels, class_ in axes)
+            first = int(self._mesh[coordinates])
+            members[first] = math.prod(labels.count(class_) for labels, class_ in axes)
         return members
 
     def representative_of(self, rank: int) -> int:
         """Return the first rank of a rank's class."""
-        places = zip(self.labels, self.coordinates(rank), strict=True)
-        return int(self._mesh[tuple(labels.index(labels[place]) for labels, place in places)])
+        axes = zip(self.labels, self.coordinates(rank), strict=True)
+        coordinates = tuple(labels.index(labels[coordinate]) for labels, coordinate in axes)
+        return int(self._mesh[coordinates])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return a rank's coordinate along each axis."""
@@ -165,6 +173,9 @@ class RankClasses:
 
     def num_groups(self, rank: int, axes: Axes) -> int:
         """Return the number of equal groups: the parallel ones through all ranks of a class."""
-        places = enumerate(zip(self.labels, self.coordinates(rank), strict=True))
-        others = [(labels, at) for axis, (labels, at) in places if axis not in axes]
-        return math.prod(labels.count(labels[at]) for labels, at in others)
+        coordinates = self.coordinates(rank)
+        count = 1
+        for axis, labels in enumerate(self.labels):
+            if axis not in axes:
+                count *= labels.count(labels[coordinates[axis]])
+        return count

@@ -17,7 +17,7 @@ Through = Callable[[fx.Node], bool]
 def computed_from_one_parameter(joint: JointGraph, through: Through) -> dict[fx.Node, str]:
     """Map every node that is computed from one parameter and nothing else to the parameter's FQN.
 
-    By ops for which `through` is true; placeholders included. Linear in nodes.
+    Follows ops for which `through` is true. Placeholders are included. Linear in nodes.
     """
     source = {
         node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
@@ -34,7 +34,7 @@ def computed_from_one_parameter(joint: JointGraph, through: Through) -> dict[fx.
 def leading_to_one_gradient(joint: JointGraph, through: Through) -> dict[fx.Node, str]:
     """Map every node that goes into the gradient of one parameter and nothing else to its FQN.
 
-    By ops for which `through` is true. Linear in nodes.
+    Follows ops for which `through` is true. Linear in nodes.
     """
     output = joint.output_node()
     returned: dict[fx.Node, set[str | None]] = {}
@@ -56,11 +56,11 @@ def leading_to_one_gradient(joint: JointGraph, through: Through) -> dict[fx.Node
 
 
 def _only(known: dict[fx.Node, str], nodes: Iterable[fx.Node]) -> str | None:
-    """Return the FQN that all of some nodes have, None where they have several, or one has none."""
-    name = None
+    """Return the one FQN that all the nodes have; None if they have several, or a node has none."""
+    only = None
     for node in nodes:
-        its = known.get(node)
-        if its is None or name not in (None, its):
+        name = known.get(node)
+        if name is None or only not in (None, name):
             return None
-        name = its
-    return name
+        only = name
+    return only

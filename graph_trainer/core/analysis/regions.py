@@ -30,15 +30,15 @@ class Region:
     """Nodes that run as one program: no collective, copy to the host or wait is between them."""
 
     nodes: tuple[fx.Node, ...]
-    """What runs inside, in the order of the graph but for getitems, which follow their op."""
+    """The nodes that run inside, in the order of the graph; getitems follow their op."""
     inputs: tuple[fx.Node, ...]
-    """The nodes outside that it reads, by their first readers; each is one tensor."""
+    """The nodes outside that it reads, in the order of their first readers. Each is one tensor."""
     outputs: tuple[fx.Node, ...]
-    """Those of its nodes that are read outside; each is one tensor with a storage of its own."""
+    """The nodes inside that are read outside. Each is one tensor with a storage of its own."""
     after: tuple[fx.Node, ...]
-    """Views of its outputs that are read outside, and assertions on them; these run after it.
-    Views that are read inside as well are in `nodes` too, and so is every write: outside, the
-    result of a write is the value that it wrote."""
+    """Views of its outputs that are read outside, and assertions on them: they run after the
+    region. A view that is read inside too is in both `nodes` and `after`. So is every write: what
+    reads its result outside reads the tensor that it wrote."""
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
@@ -47,19 +47,20 @@ def find_regions(graph: fx.Graph) -> list[Region]:
     A region ends at every collective, copy to host memory or back, and wait, at every random
     number, at a write into something that the region did not make, at a shape that is not fixed,
     and where the nodes of another layer or phase begin: layers that are equal then have equal
-    regions. No view leaves a region, so that its results share no memory with each other or with
-    its inputs; and no tuple does, since the getitems of an op are with it, wherever they are in the
-    graph. Parts with fewer than two nodes that a compiler can fuse are left out, and those
-    that read a conjugated view.
+    regions. A region returns no views, so that its results share no memory with each other or with
+    its inputs, and no tuples: it contains the getitems of its ops, wherever they are in the graph.
+    Left out are parts with fewer than two nodes that a compiler can fuse, and parts that read a
+    conjugated view.
     """
     storages = value_storages(graph)
     regions = []
     for run in _runs(graph, storages):
         region = _region(run, storages)
         # a compiler knows shape, strides, dtype and device of each input, not what is conjugated
-        given = [tensor_of(node) for node in region.inputs]
-        plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in given)
-        if region.outputs and plain and sum(map(is_fusible, region.nodes)) > 1:
+        inputs = [tensor_of(node) for node in region.inputs]
+        conjugated = any(tensor.is_conj() or tensor.is_neg() for tensor in inputs)
+        fusible = sum(is_fusible(node) for node in region.nodes)
+        if region.outputs and not conjugated and fusible > 1:
             regions.append(region)
     return regions
 
@@ -71,16 +72,18 @@ def _runs(graph: fx.Graph, storages: Mapping[fx.Node, ValueStorages]) -> Iterato
     run_part: object = None
     for node in compute_nodes(graph):
         if is_getitem(node):
-            continue  # its op has taken it along
+            continue  # added with its op
         view = _is_view(node, storages[node])
         if view and not run:
-            # no region begins with views: of equal layers one may have them before a collective
+            # a region that began with views would differ from that of an equal layer in which a
+            # collective is between the views and the rest
             continue
         fits = _fits(node, storages, inside)
         part = (phase_of(node), block_of(module_of(node)))
         if fits and (view or part == run_part):
-            run += (node, *getitems_of(node))
-            inside.update((node, *getitems_of(node)))
+            nodes = [node, *getitems_of(node)]
+            run += nodes
+            inside.update(nodes)
             continue
         if view and not fits and inside.isdisjoint(node.all_input_nodes):
             continue  # a view of a value from before the run does not end the run
@@ -94,7 +97,7 @@ def _runs(graph: fx.Graph, storages: Mapping[fx.Node, ValueStorages]) -> Iterato
 
 
 def _fits(node: fx.Node, storages: Mapping[fx.Node, ValueStorages], inside: set[fx.Node]) -> bool:
-    """Tell whether a node may run in a region that so far has the nodes `inside`."""
+    """Return whether a node may run in a region that so far has the nodes `inside`."""
     if schema_of(node) is None or collective_kind(node) is not None or is_host_copy(node):
         return False
     for source in (node, *node.all_input_nodes):
@@ -121,7 +124,7 @@ def _fits(node: fx.Node, storages: Mapping[fx.Node, ValueStorages], inside: set[
 
 
 def _is_view(node: fx.Node, storages: ValueStorages) -> bool:
-    """Tell whether a node makes no storage: a view, a list of views, a getitem."""
+    """Return whether a node makes no storage: a view, a list of views, a getitem."""
     if is_getitem(node):
         return True
     if written_arguments(node) or collective_kind(node) is not None or is_host_copy(node):
@@ -138,12 +141,16 @@ def _all_of(storages: ValueStorages, makers: set[fx.Node]) -> bool:
 
 
 def _asserts(node: fx.Node) -> bool:
-    """Tell whether a node only checks a value: it returns and writes nothing."""
+    """Return whether a node only checks a value: it returns and writes nothing."""
     schema = schema_of(node)
     return schema is not None and not schema.returns
 
 
 def _region(run: list[fx.Node], storages: Mapping[fx.Node, ValueStorages]) -> Region:
+    """Decide which nodes of a run are compiled, which run after it, and what it reads and returns.
+
+    From the end, so that all readers of a node are placed before the node.
+    """
     members = set(run)
     makers = {n for n in run if not _asserts(n) and _makes(n, storages[n])}
     inside: set[fx.Node] = set()
@@ -158,13 +165,16 @@ def _region(run: list[fx.Node], storages: Mapping[fx.Node, ValueStorages]) -> Re
         elif _asserts(node):
             outside.add(node)
         elif _all_of(storages[node], makers):
+            # a view of a result, or a write into one
             if read_outside:
                 outside.add(node)
             if not read_outside or any(u in inside for u in node.users) or written_arguments(node):
                 inside.add(node)
+        elif read_outside:  # a view of an input: what reads it outside needs the view itself
+            outside.add(node)
         else:
-            (outside if read_outside else inside).add(node)
-    # a tuple cannot enter a region: all of its members do
+            inside.add(node)
+    # a region reads the getitems of an op outside as its inputs: it cannot read their tuple
     inside -= {n for n in inside if is_getitem(n) and n.args[0] not in inside}
     nodes = tuple(n for n in run if n in inside)
     inputs = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if s not in inside)

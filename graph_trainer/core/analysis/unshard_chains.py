@@ -58,7 +58,7 @@ def is_layout_only(node: fx.Node) -> bool:
 
 
 def is_form_in_forward(node: fx.Node) -> bool:
-    """Return whether a node of forward or loss only makes another form of its inputs."""
+    """Return whether a node of forward or loss only casts, views, copies or gathers its inputs."""
     return not is_backward(node) and is_layout_only(node)
 
 
@@ -83,9 +83,13 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
         gathered = [n for n in node.all_input_nodes if n in owner and n.op != "placeholder"]
         for name in dict.fromkeys(owner[n] for n in gathered):
             chain = chains[name]
-            (chain.backward_readers if is_backward(node) else chain.forward_readers).append(node)
-    unsharded = [c for c in chains.values() if any(role_of(n) is Role.UNSHARD for n in c.nodes)]
-    return sorted(unsharded, key=lambda c: c.nodes[0])
+            readers = chain.backward_readers if is_backward(node) else chain.forward_readers
+            readers.append(node)
+
+    def gathers(chain: UnshardChain) -> bool:
+        return any(role_of(node) is Role.UNSHARD for node in chain.nodes)
+
+    return sorted(filter(gathers, chains.values()), key=lambda chain: chain.nodes[0])
 
 
 def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
@@ -95,15 +99,18 @@ def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
     the output head, and a tied embedding. Backward starts with them. For a model without repeated
     blocks, or with no parameter after them: the parameters of the module that is read last.
     """
-    position = {node: i for i, node in enumerate(joint.graph.nodes)}
-    ends = {c.parameter: max((position[n] for n in c.forward_readers), default=-1) for c in chains}
-    ends_of_blocks = (end for name, end in ends.items() if block_of(name) is not None)
-    blocks_end = max(ends_of_blocks, default=-1)
-    after = {name for name, end in ends.items() if end > blocks_end}
-    if blocks_end >= 0 and after:
-        return after
     if not chains:
         return set()
-    last = max(chains, key=lambda c: ends[c.parameter])
-    module = module_of(last.nodes[-1])
+    position = {node: place for place, node in enumerate(joint.graph.nodes)}
+    last_read = {}  # by parameter, -1 where forward does not read it
+    for chain in chains:
+        readers = [position[node] for node in chain.forward_readers]
+        last_read[chain.parameter] = max(readers, default=-1)
+    in_blocks = (place for name, place in last_read.items() if block_of(name) is not None)
+    blocks_end = max(in_blocks, default=-1)
+    after = {name for name, place in last_read.items() if place > blocks_end}
+    if blocks_end >= 0 and after:
+        return after
+    last_chain = max(chains, key=lambda chain: last_read[chain.parameter])
+    module = module_of(last_chain.nodes[-1])
     return {c.parameter for c in chains if module_of(c.nodes[-1]) == module}
