@@ -78,7 +78,7 @@ def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> None
 
 
 is_traceable_wrapper_subclass: Callable[[torch.Tensor], bool] = _is_wrapper
-"""Tells whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
+"""Returns whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
 
 current_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 """Returns the number that the next autograd node of this thread will get."""
@@ -133,7 +133,7 @@ def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None
 
 
 def has_registered_effect(target: Any) -> bool:
-    """Tell whether an op is declared to have an effect when it is called.
+    """Return whether an op is declared to have an effect when it is called.
 
     An operator's register_effect (which `_higher_order_ops.effects` records) and
     fx.node.has_side_effect declare it; torch has no public way to read either.

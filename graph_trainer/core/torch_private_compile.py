@@ -79,12 +79,12 @@ def written_inputs(joint: fx.Graph) -> list[fx.Node]:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Tell whether a placeholder is the gradient of an output."""
+    """Return whether a placeholder is the gradient of an output."""
     return node.op == "placeholder" and _is_tangent(node)
 
 
 def traced_in_forward(node: fx.Node) -> bool:
-    """Tell whether AOTAutograd traced a node while forward ran."""
+    """Return whether AOTAutograd traced a node while forward ran."""
     return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
 
 

@@ -179,7 +179,7 @@ def renamed_annotations(node: fx.Node, names: Mapping[str, str]) -> Mapping[str,
 
 
 def is_analysed_alike(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
-    """Tell whether two annotations name the same phase, module, role and parameter."""
+    """Return whether two annotations name the same phase, module, role and parameter."""
     seen = (_PHASE, _MODULE, _ROLE, _PARAMETER)
     return a is b or all(a.get(key) == b.get(key) for key in seen)
 
@@ -191,7 +191,7 @@ def phase_of(node: fx.Node) -> Phase | None:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Tell whether a node belongs to backward."""
+    """Return whether a node belongs to backward."""
     return phase_of(node) is Phase.BACKWARD
 
 
@@ -215,7 +215,7 @@ def role_of(node: fx.Node) -> Role | None:
 
 
 def is_context_parallel(node: fx.Node) -> bool:
-    """Tell whether context parallelism issued a collective."""
+    """Return whether context parallelism issued a collective."""
     return _custom(node, _CONTEXT_PARALLEL) is not None
 
 
@@ -251,7 +251,7 @@ def counts_of(node: fx.Node) -> str | None:
 
 
 def is_marked_saved(node: fx.Node) -> bool:
-    """Tell whether `partition` saves a result of this node."""
+    """Return whether `partition` saves a result of this node."""
     return _custom(node, _PARTITION_SAVED) is not None
 
 
@@ -340,7 +340,7 @@ def restore_recompute_policy(node: fx.Node) -> None:
 
 
 def offload_tag(node: fx.Node) -> bool:
-    """Tell whether a node's result is to be kept for backward in host memory."""
+    """Return whether a node's result is to be kept for backward in host memory."""
     return bool(node.meta.get(_OFFLOAD))
 
 
@@ -356,12 +356,12 @@ def clear_offload(node: fx.Node) -> None:
 
 
 def in_offload_region(node: fx.Node) -> bool:
-    """Tell whether the model made a node inside `gt.offload()`."""
+    """Return whether the model made a node inside `gt.offload()`."""
     return _custom(node, _OFFLOAD) is not None
 
 
 def is_saved_for_backward(node: fx.Node) -> bool:
-    """Tell whether autograd or a checkpoint saved a node's result, read in backward or not."""
+    """Return whether autograd or a checkpoint saved a node's result, read in backward or not."""
     return bool(node.meta.get(_SAVED))
 
 

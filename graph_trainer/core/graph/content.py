@@ -57,7 +57,7 @@ def content_of(graph: fx.Graph) -> Content:
 
 
 def is_same(before: Content, now: Content) -> bool:
-    """Tell whether a graph has not changed: fx makes a new object of whatever it changes."""
+    """Return whether a graph has not changed: fx makes a new object of whatever it changes."""
     if before is now:
         return True
     if list(map(len, before)) != list(map(len, now)):

@@ -94,12 +94,12 @@ def data_sizes_of(tensor: torch.Tensor) -> DataSizes | None:
 
 
 def has_data_sizes(tensor: torch.Tensor) -> bool:
-    """Tell whether data decide a size of a tensor."""
+    """Return whether data decide a size of a tensor."""
     return any(type(size) is not int for size in (*tensor.shape, *tensor.stride()))
 
 
 def depends_on_data(value: object) -> bool:
-    """Tell whether a value is a size that data decide, or a tensor with one."""
+    """Return whether a value is a size that data decide, or a tensor with one."""
     if isinstance(value, torch.Tensor):
         return has_data_sizes(value)
     return isinstance(value, torch.SymInt)

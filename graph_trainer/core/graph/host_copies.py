@@ -39,22 +39,22 @@ WAIT_COPY = _ops.wait_copy.default
 
 
 def is_copy_to_host(node: fx.Node) -> bool:
-    """Tell whether a node starts a copy to host memory: its result lives there."""
+    """Return whether a node starts a copy to host memory: its result lives there."""
     return node.target is OFFLOAD
 
 
 def starts_copy(node: fx.Node) -> bool:
-    """Tell whether a node starts a copy to host memory or back."""
+    """Return whether a node starts a copy to host memory or back."""
     return node.target in (OFFLOAD, RELOAD)
 
 
 def waits_for_copy(node: fx.Node) -> bool:
-    """Tell whether a node waits for a copy: its result is its first input, complete."""
+    """Return whether a node waits for a copy: its result is its first input, complete."""
     return node.target is WAIT_COPY
 
 
 def is_host_copy(node: fx.Node) -> bool:
-    """Tell whether a node starts a copy to host memory or back, or waits for one."""
+    """Return whether a node starts a copy to host memory or back, or waits for one."""
     return starts_copy(node) or waits_for_copy(node)
 
 

@@ -130,7 +130,7 @@ written_by_node = once_per_node(written_arguments)
 
 @functools.cache
 def may_write(target: object) -> bool:
-    """Tell whether an op may write an argument in place, by its schema; a higher-order op may."""
+    """Return whether an op may write an argument in place, by its schema; a higher-order op may."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return isinstance(target, HigherOrderOperator)
@@ -192,13 +192,13 @@ def plain_kind(node: fx.Node) -> CollectiveKind | None:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Tell whether a node starts communication between ranks."""
+    """Return whether a node starts communication between ranks."""
     kind = collective_kind(node)
     return kind is not None and kind.effect is Effect.STARTS
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Tell whether a node waits for a collective; its result is its input, finished."""
+    """Return whether a node waits for a collective; its result is its input, finished."""
     kind = collective_kind(node)
     return kind is not None and kind.effect is Effect.WAITS
 
@@ -211,7 +211,7 @@ def collective_name(node: fx.Node) -> str:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call of an op draws random numbers.
+    """Return whether a call of an op draws random numbers.
 
     Attention ops carry torch's nondeterministic_seeded tag whatever their dropout; here the
     dropout probability decides. (Other ops draw even at a probability of zero.) cuDNN's backward
@@ -226,7 +226,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell whether running a node again gives another result or advances the random generator.
+    """Return whether running a node again gives another result or advances the random generator.
 
     A higher-order op is random when a node of its subgraphs is.
     """
@@ -238,7 +238,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def runs_once(node: fx.Node) -> bool:
-    """Tell whether a node must run exactly as often as the model runs it, in the model's order.
+    """Return whether a node must run exactly as often as the model runs it, in the model's order.
 
     It is random, asserts (which returns nothing, or a token for the next assertion), or torch knows
     of an effect of its op, such as a custom op with an ordered effect. Communication is not: a
@@ -259,7 +259,7 @@ once_nodes = once_per_node(runs_once)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Tell whether a node must run even if nothing reads its result."""
+    """Return whether a node must run even if nothing reads its result."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "get_attr" or is_getitem(node):
@@ -339,7 +339,7 @@ _shared_by_node = once_per_node(_shared_inputs)
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Tell whether a node takes one result of a multi-output op."""
+    """Return whether a node takes one result of a multi-output op."""
     return node.op == "call_function" and node.target is operator.getitem
 
 

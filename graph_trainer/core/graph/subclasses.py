@@ -49,7 +49,7 @@ class Layout:
         return f"{kind} {tuple(self.shape)} {self.dtype} on {self.device}, {strides}{context}"
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a graph captured with this layout fits another tensor.
+        """Return whether a graph captured with this layout fits another tensor.
 
         Strides must be equal: the graph has views and kernels chosen for the captured strides.
         So must be what a subclass returns about itself, a DTensor's mesh and placements.

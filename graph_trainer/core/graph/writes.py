@@ -44,11 +44,11 @@ class Writes:
         return writers[stop - 1] if stop and first < writers[stop - 1] else None
 
     def is_written(self, node: fx.Node) -> bool:
-        """Tell whether a node of the graph writes the storage of `node` in place."""
+        """Return whether a node of the graph writes the storage of `node` in place."""
         return self._roots[node] in self.writers
 
     def touched_by(self, node: fx.Node) -> bool:
-        """Tell whether the storage of a node or of one of its inputs is written in place."""
+        """Return whether the storage of a node or of one of its inputs is written in place."""
         return any(map(self.is_written, (node, *node.all_input_nodes)))
 
     def written_inputs(self) -> set[fx.Node]:

@@ -69,7 +69,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
 
 
 def may_communicate(node: fx.Node) -> bool:
-    """Tell whether a node is a collective, or an unknown op that may be one."""
+    """Return whether a node is a collective, or an unknown op that may be one."""
     if node.op in ("placeholder", "get_attr", "output") or is_getitem(node) or is_wait(node):
         return False
     if is_collective(node):

@@ -198,7 +198,7 @@ def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int
 
 
 def _must_run(node: fx.Node) -> bool:
-    """Tell whether a node runs for its effect, as an assertion does, where it was traced.
+    """Return whether a node runs for its effect, as an assertion does, where it was traced.
 
     A wait does not: it is there for the readers of its result.
     """
@@ -206,7 +206,7 @@ def _must_run(node: fx.Node) -> bool:
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Tell whether a result of forward is saved where backward reads it.
+    """Return whether a result of forward is saved where backward reads it.
 
     A view is not saved if its base is saved or recomputed.
     """

@@ -144,7 +144,7 @@ class _RoundTrips:
         return _Gathered(gathered.source, dim % sent.ndim, gathered.gather, node)
 
     def _is_local_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
-        """Tell whether a node marked as a local slice is exactly this rank's part of the gather."""
+        """Return whether a node marked as a local slice is exactly the gather's local part."""
         ranks = self._ranks(str(argument(gathered.gather, "group_name")))
         if self._ranks(str(local_slice_group(cut))) != ranks:
             return False

@@ -94,7 +94,7 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
 
 
 def to_be_recomputed(node: fx.Node) -> bool:
-    """Tell whether `rematerialize` recomputes a forward node, by its tag or that of its tuple."""
+    """Return whether `rematerialize` recomputes a forward node, by its tag or that of its tuple."""
     if node.op != "call_function" or is_backward(node) or runs_once(node):
         return False
     if isinstance(value_of(node), torch.SymInt):

@@ -166,17 +166,17 @@ def user_line() -> str:
 
 
 def is_library_file(file: str) -> bool:
-    """Tell whether a file of Python code is torch's or this package's."""
+    """Return whether a file of Python code is torch's or this package's."""
     return file.startswith(_LIBRARIES)
 
 
 def is_installed_file(file: str) -> bool:
-    """Tell whether a file of Python code is of an installed package, torch's or this one's."""
+    """Return whether a file of Python code is of an installed package, torch's or this one's."""
     return is_library_file(file) or not set(_INSTALLED).isdisjoint(Path(file).parts)
 
 
 def is_reviewed_file(file: str) -> bool:
-    """Tell whether a file of Python code is torch's, this package's, or of a package whose models
+    """Return whether a file of Python code is torch's, this package's, or of a package whose models
     keep no state; a package of the user's own is not, though it may be installed."""
     folders = pairwise(Path(file).parts)
     of_package = any(above in _INSTALLED and name in REVIEWED for above, name in folders)

@@ -259,7 +259,7 @@ class _Extension:
         )
 
     def _reads_alike(self, read: fx.Node, its: fx.Node, period: int, number: int) -> bool:
-        """Tell whether a node of a period reads what the pattern reads, `read`, shifted."""
+        """Return whether a node of a period reads what the pattern reads, `read`, shifted."""
         place = self._place_of.get(read)
         if place is None:
             return self._inputs[number].get(read, read) is its

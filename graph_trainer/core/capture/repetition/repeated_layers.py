@@ -67,7 +67,7 @@ class Repetition:
         return self.period + place % self.period
 
     def is_traced(self, place: int) -> bool:
-        """Tell whether a layer is of a traced period."""
+        """Return whether a layer is of a traced period."""
         return place // self.period in self.traced
 
     def left_out(self) -> set[int]:
@@ -273,7 +273,7 @@ def _in_backward() -> bool:
 
 
 def _is_same(argument: Any, wanted: Any) -> bool:
-    """Tell whether an argument is the object that is wanted, or an equal number or text."""
+    """Return whether an argument is the object that is wanted, or an equal number or text."""
     are_atoms = type(argument) is type(wanted) and type(argument) in _ATOMS
     return argument is wanted or (are_atoms and repr(argument) == repr(wanted))
 

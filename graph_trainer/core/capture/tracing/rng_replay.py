@@ -282,7 +282,7 @@ def _cloned(node: fx.Node, draw: fx.Node) -> fx.Node:
 
 
 def _returns_written(node: fx.Node) -> bool:
-    """Tell whether an op returns the tensor that it writes in place."""
+    """Return whether an op returns the tensor that it writes in place."""
     schema = schema_of(node)
     returned = [] if schema is None else [r.alias_info for r in schema.returns]
     return any(alias is not None and alias.is_write for alias in returned)

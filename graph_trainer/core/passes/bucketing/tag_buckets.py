@@ -83,7 +83,7 @@ def _is_plain(node: fx.Node, writes: Writes) -> bool:
 
 
 def _moves(node: fx.Node, writes: Writes) -> bool:
-    """Tell whether a node may move and read another storage: it has no effect, its tensors are
+    """Return whether a node may move and read another storage: it has no effect, its tensors are
     never written, and it uses no storage offset."""
     uses_offset = "as_strided" in str(node.target)
     return not (has_effect(node) or uses_offset or writes.touched_by(node))

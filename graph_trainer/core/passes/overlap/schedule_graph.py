@@ -180,7 +180,7 @@ class ScheduleGraph:
             self.keeps_alive.append([stored[s] for s in read if s in stored])
 
     def _gathers_twice(self) -> bool:
-        """Tell whether a parameter is gathered along one axis after another.
+        """Return whether a parameter is gathered along one axis after another.
 
         How much the first gather sends may then differ among the ranks of the second, and so the
         simulated time.
