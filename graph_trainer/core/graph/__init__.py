@@ -1,4 +1,4 @@
 """The joint graph: nodes, signature, annotations, and facts about operators.
 
-What only one analysis or pass needs belongs there and not here.
+Helpers that only one analysis or pass needs belong in that module and not here.
 """

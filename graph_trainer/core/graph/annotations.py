@@ -76,8 +76,8 @@ _STRENGTH = (
     *("MUST_RECOMPUTE", "MUST_CPU_OFFLOAD", "MUST_SAVE"),
     *("PREFER_RECOMPUTE", "PREFER_CPU_OFFLOAD", "PREFER_SAVE"),
 )
-"""The names of `CheckpointPolicy`, the strongest first; older versions of torch have fewer, and
-what newer ones add is weaker."""
+"""The names of `CheckpointPolicy`, the strongest first. Older torch versions have fewer. Policies
+that newer versions add count as weaker."""
 
 SEPARATOR = ", "
 """Between the FQNs of the parameters that share a bucket."""
@@ -132,11 +132,11 @@ def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = 
 
 
 def merge_tags(kept: fx.Node, other: fx.Node) -> None:
-    """Give `kept` what is decided of an equal node that it replaces.
+    """Give `kept` the tags of an equal node that it replaces.
 
-    The stronger recompute tag of the two holds, in the order of `_STRENGTH`, with its
-    `ac_graph_id`: MUST_RECOMPUTE wins over every wish to keep, and what must happen
-    wins over what may. Recomputation ends an offload. Marks of either survive.
+    `kept` gets the stronger recompute tag of the two, in the order of `_STRENGTH`, with its
+    `ac_graph_id`: MUST_RECOMPUTE wins over every tag that keeps, and a MUST tag wins over a PREFER
+    tag. MUST_RECOMPUTE removes an offload tag. The marks of both nodes are kept.
     """
     if other.meta.get(_CUSTOM):
         kept.meta[_CUSTOM] = {**other.meta[_CUSTOM], **kept.meta.get(_CUSTOM, {})}
@@ -148,7 +148,8 @@ def merge_tags(kept: fx.Node, other: fx.Node) -> None:
         return _STRENGTH.index(policy.name) if policy.name in _STRENGTH else len(_STRENGTH)
 
     stronger = min(kept, other, key=weakness)
-    if (policy := recompute_policy(stronger)) is not None:
+    policy = recompute_policy(stronger)
+    if policy is not None:
         graph_id = stronger.meta.get(_AC_GRAPH_ID, FSDP_AC_GRAPH_ID)
         set_recompute_policy(kept, policy, ac_graph_id=graph_id)
     for mark in (_OFFLOAD, _SAVED):
@@ -163,30 +164,30 @@ def _custom(node: fx.Node, key: str) -> str | None:
 
 
 def annotations_of(node: fx.Node) -> Mapping[str, str]:
-    """Return the annotations of a node. A change makes new ones: these stay as they are."""
+    """Return the annotations of a node. Later changes of the node do not change what it returns."""
     return node.meta.get(_CUSTOM) or {}
 
 
 def renamed_annotations(node: fx.Node, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the annotations of a node with modules renamed: `names` has the new FQN of each."""
+    """Return the annotations of a node with modules renamed: `names` maps old FQNs to new ones."""
     renamed = dict(annotations_of(node))
     for key, value in renamed.items():
-        for first, second in names.items():
-            if value == first or value.startswith(f"{first}."):
-                renamed[key] = second + value.removeprefix(first)
+        for old, new in names.items():
+            if value == old or value.startswith(f"{old}."):
+                renamed[key] = new + value.removeprefix(old)
                 break
     return renamed
 
 
 def is_analysed_alike(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
     """Return whether two annotations name the same phase, module, role and parameter."""
-    seen = (_PHASE, _MODULE, _ROLE, _PARAMETER)
-    return a is b or all(a.get(key) == b.get(key) for key in seen)
+    keys = (_PHASE, _MODULE, _ROLE, _PARAMETER)
+    return a is b or all(a.get(key) == b.get(key) for key in keys)
 
 
 def phase_of(node: fx.Node) -> Phase | None:
-    """Return the phase of a node; None for placeholders, attributes, the output, and what others
-    have annotated."""
+    """Return the phase of a node; None for placeholders, attributes, the output, and annotations
+    of other code."""
     return _PHASES.get(_custom(node, _PHASE))
 
 
@@ -236,16 +237,19 @@ def local_slice_group(node: fx.Node) -> str | None:
 
 
 def loss_gradient_of(node: fx.Node) -> int | None:
-    """Return which of forward's differentiable outputs (0 for a loss) backward begins with, where a
-    node makes its gradient: ones."""
+    """Return the index of the output whose gradient, a tensor of ones, a node makes; else None.
+
+    Backward begins with these nodes. Counts the outputs of forward that need a gradient; a loss is
+    output 0.
+    """
     place = _custom(node, _LOSS_GRADIENT)
     return None if place is None else int(place)
 
 
 def counts_of(node: fx.Node) -> str | None:
-    """Return which exchange of counts gave an all-to-all its splits: "0", or "0 back".
+    """Return the exchange of counts that gave an all-to-all its splits: "0", or "0 back".
 
-    "back" is for rows that return. None where no data decide the splits.
+    "back" is for rows that return. None if the splits do not depend on data.
     """
     return _custom(node, _COUNTS)
 
@@ -265,12 +269,12 @@ def mark_saved_in_cut(node: fx.Node) -> None:
 
 
 def input_name(node: fx.Node) -> str | None:
-    """Return the FQN or path of the input that a placeholder is given."""
+    """Return the FQN or path of the input that a placeholder takes."""
     return node.meta.get(_INPUT_NAME)
 
 
 def set_input_name(node: fx.Node, name: str) -> None:
-    """Set the FQN or path of the input that a placeholder is given."""
+    """Set the FQN or path of the input that a placeholder takes."""
     node.meta[_INPUT_NAME] = name
 
 
@@ -323,7 +327,7 @@ def clear_recompute_policy(node: fx.Node) -> None:
 def carry_recompute_policy(source: fx.Node, target: fx.Node) -> None:
     """Write the tag of `source` on `target` for a later trace.
 
-    fx keeps it, and `restore_recompute_policy` makes a tag of it again.
+    fx keeps it, and `restore_recompute_policy` makes it a tag again.
     """
     policy = recompute_policy(source)
     if policy is not None:
@@ -331,7 +335,7 @@ def carry_recompute_policy(source: fx.Node, target: fx.Node) -> None:
 
 
 def restore_recompute_policy(node: fx.Node) -> None:
-    """Tag a node as `carry_recompute_policy` has written down, once: later tags stay."""
+    """Turn what `carry_recompute_policy` wrote into a tag, once: a second call changes nothing."""
     carried = _custom(node, _CARRIED)
     if carried is not None:
         policy, region = carried.split()
@@ -340,12 +344,12 @@ def restore_recompute_policy(node: fx.Node) -> None:
 
 
 def offload_tag(node: fx.Node) -> bool:
-    """Return whether a node's result is to be kept for backward in host memory."""
+    """Return whether a node is tagged to keep its result for backward in host memory."""
     return bool(node.meta.get(_OFFLOAD))
 
 
 def set_offload(node: fx.Node) -> None:
-    """Tag a node's result to be kept for backward in host memory, and so not to be recomputed."""
+    """Tag a node to keep its result for backward in host memory, and so not to recompute it."""
     node.meta[_OFFLOAD] = True
     set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)
 
@@ -361,7 +365,7 @@ def in_offload_region(node: fx.Node) -> bool:
 
 
 def is_saved_for_backward(node: fx.Node) -> bool:
-    """Return whether autograd or a checkpoint saved a node's result, read in backward or not."""
+    """Return whether autograd or a checkpoint saved a node's result; backward may not read it."""
     return bool(node.meta.get(_SAVED))
 
 
@@ -371,7 +375,7 @@ def set_saved_for_backward(node: fx.Node) -> None:
 
 
 def value_of(node: fx.Node) -> Any:
-    """Return the fake tensor (or nest of them) that a node produced at capture."""
+    """Return the fake tensor (or nested lists of them) that a node produced at capture."""
     return node.meta.get("val")
 
 

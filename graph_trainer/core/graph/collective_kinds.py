@@ -1,8 +1,8 @@
 """The one table of communication ops: what each kind costs, allocates and allows.
 
-Everything in the package that depends on which collective an op is reads it here, by
-`graph.ops.collective_kind(node)` or by name. To support another op, add a row. This module
-imports nothing of the package, so that every module can import it.
+To support another op, add a row. All code of the package that depends on the kind of a collective
+reads this table, by `graph.ops.collective_kind(node)` or by name. This module imports nothing of
+the package, so that every module can import it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 IN_PLACE_NAMESPACE = "c10d"
-"""The namespace of the ops that `dist.all_reduce(tensor)` and the like call: they write into their
-arguments, and their schemas do not say so."""
+"""The namespace of the ops behind `dist.all_reduce(tensor)` and similar functions. They write into
+their arguments, and their schemas do not declare it."""
 FUNCTIONAL_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 """Ops that return their result, which is complete after a wait."""
 
@@ -34,7 +34,7 @@ class Effect(StrEnum):
     WAITS = "waits"
     """Returns its input when the collective that makes it is complete."""
     NONE = "none"
-    """Local, although it lives in a namespace of collectives."""
+    """The op is local, although its namespace is one of collectives."""
 
 
 class Result(StrEnum):
@@ -48,7 +48,7 @@ class Result(StrEnum):
     SCATTERED = "scattered"
     """[ranks * rows, ...] -> [rows, ...]: a part for each rank, in the order of the ranks."""
     SAME = "same"
-    """[...] -> [...]: element by element, or sizes that only the arguments have."""
+    """[...] -> [...]: element by element, or of a size that follows from the arguments alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +79,10 @@ class CollectiveKind:
     inputs: tuple[str, ...] = _INPUTS
     """Arguments that are sent: their dtypes and element counts must agree across the group."""
     written: tuple[str, ...] = ()
-    """Arguments that are written in place although the schema does not say so."""
+    """Arguments that are written in place although the schema does not declare it."""
     agreed: tuple[str, ...] = ("reduce_op", "src")
-    """The argument that must agree across the group beside the inputs: the first one present."""
+    """Arguments that must agree across the group beside the inputs. The first one present is
+    compared."""
 
     def link_bytes(self, input_bytes: int, output_bytes: int, ranks: int) -> float:
         """Return the bytes that pass each rank's link, from those that one rank sends and receives.
@@ -101,7 +102,7 @@ _TABLE = (
         shown="all-gather",
         result=Result.GATHERED,
         mergeable=True,
-        # what is sent: a copy for each rank
+        # a copy for each rank of what is sent
         cpu_bytes=lambda sent, received: sum(received),
     ),
     CollectiveKind(
@@ -114,7 +115,7 @@ _TABLE = (
         result=Result.SCATTERED,
         reduces=True,
         mergeable=True,
-        # what is received and then summed
+        # the parts received from all ranks, which are then summed
         cpu_bytes=lambda sent, received: sum(sent),
     ),
     CollectiveKind(
@@ -123,7 +124,7 @@ _TABLE = (
         reduces=True,
         mergeable=True,
         rounds=2,  # a reduce-scatter and an all-gather
-        # received and summed, then a copy of the sum for each rank
+        # the parts received from all ranks, then a copy of their sum for each rank
         cpu_bytes=lambda sent, received: sum(sent),
     ),
     CollectiveKind(ops=("all_to_all_single",), shown="all-to-all", through_one_card=True),
@@ -143,27 +144,28 @@ UNKNOWN = CollectiveKind()
 
 
 def kind_named(name: str) -> CollectiveKind:
-    """Return the row of an op by its name without a namespace, `UNKNOWN` where it has none."""
+    """Return the row of an op by its name without a namespace, `UNKNOWN` if it has none."""
     return KINDS.get(name, UNKNOWN)
 
 
 @functools.cache
 def kind_of_op(qualified_name: str) -> CollectiveKind | None:
-    """Return the row of an op, None for an op that has nothing to do with collectives.
+    """Return the row of an op, None for an op outside the namespaces of collectives.
 
     Args:
-        qualified_name: as a schema has it, `_c10d_functional::all_reduce`.
+        qualified_name: the name in the op's schema, such as `_c10d_functional::all_reduce`.
     """
     namespace, _, name = qualified_name.partition("::")
-    known = namespace in FUNCTIONAL_NAMESPACES or namespace == IN_PLACE_NAMESPACE
-    return kind_named(name) if known else None
+    if namespace in FUNCTIONAL_NAMESPACES or namespace == IN_PLACE_NAMESPACE:
+        return kind_named(name)
+    return None
 
 
 def mergeable_kinds() -> dict[str, str]:
-    """Return the plain op of each kind that merges, with the name that tables show."""
+    """Map the plain op of each kind that merges to the name that tables show."""
     return {kind.ops[0]: kind.shown for kind in KINDS.values() if kind.mergeable}
 
 
 def shown_name(name: str) -> str:
-    """Return what tables call an op, its own name where it has no row."""
+    """Return the name of an op in tables; the name of the op itself if it has no row."""
     return kind_named(name).shown or name

@@ -1,7 +1,7 @@
 """Sizes that data decide, such as the tokens an expert receives: symbols in the shapes of a graph.
 
-Each has the size to expect, by which analyses count, and the greatest that it may have. The
-functions below take any tensor of a graph, and give numbers.
+Each symbol has a size to expect, by which analyses count, and a bound, the greatest size that it
+may have. The functions below take any tensor of a graph and return numbers.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Size = int | torch.SymInt
 
 
 class Exchange(NamedTuple):
-    """An exchange of counts, by which ranks know how many rows to expect of each other."""
+    """An exchange of counts, by which ranks know how many rows to expect from each other."""
 
     module: str
     """FQN of the module that exchanges them."""
     received: tuple[object, ...]
-    """The symbols of what each rank sends to this one."""
+    """The symbols for the numbers of rows that each rank sends to this one."""
 
 
 class _Numbers(dict[object, int]):
-    """The number of each symbol, which must not be set again once it has been read."""
+    """The number of each symbol. A number that has been read must not be set again."""
 
     def __init__(self, numbers: Mapping[object, int] = {}) -> None:
         super().__init__(numbers)
         self._computed: dict[object, int] = {}
 
     def of(self, size: torch.SymInt) -> int:
-        """Return the number of a sum, or another expression, of symbols. Computes each once."""
+        """Return the number of an expression of symbols, such as a sum. Computes each once."""
         expression = size.node.expr
         if expression not in self._computed:
             self._computed[expression] = int(expression.xreplace(self))
@@ -46,7 +46,7 @@ class DataSizes(ShapeEnv):
     """The symbols of one trace, each with the size to expect and its bound."""
 
     def __init__(self) -> None:
-        # an op whose result has a size of its own, as nonzero, is refused as without symbols
+        # an op whose data decide the size of its result, as nonzero, is refused as without symbols
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
         self.expected = _Numbers()
         self.bounds = _Numbers()
@@ -54,12 +54,18 @@ class DataSizes(ShapeEnv):
         """In the order of the graph."""
 
     def received_rows(self) -> list[int]:
-        """Return by exchange the rows that this rank expects to receive of all ranks together."""
-        return [sum(self.expected[s] for s in each.received) for each in self.exchanges]
+        """Return by exchange the rows that this rank expects from all ranks together."""
+        return self._rows_by_exchange(self.expected)
 
     def most_rows(self) -> list[int]:
         """Return by exchange the most rows that all ranks together may send to this one."""
-        return [sum(self.bounds[s] for s in each.received) for each in self.exchanges]
+        return self._rows_by_exchange(self.bounds)
+
+    def _rows_by_exchange(self, numbers: _Numbers) -> list[int]:
+        rows = []
+        for exchange in self.exchanges:
+            rows.append(sum(numbers[symbol] for symbol in exchange.received))
+        return rows
 
     @contextlib.contextmanager
     def assuming(self, received: float | Sequence[int]) -> Iterator[None]:
@@ -68,27 +74,29 @@ class DataSizes(ShapeEnv):
         Holds inside the context. Results of earlier analyses do not change.
 
         Args:
-            received: a factor on all that is expected, or the rows by exchange. A size above its
-                bound becomes the bound.
+            received: a factor on all expected rows, or the rows by exchange. A size above its bound
+                becomes the bound.
         """
         before = self.expected
-        rows = received
-        if isinstance(rows, (int, float)):
-            rows = [round(number * rows) for number in self.received_rows()]
+        if isinstance(received, (int, float)):
+            rows_by_exchange = [round(rows * received) for rows in self.received_rows()]
+        else:
+            rows_by_exchange = list(received)
         try:
             self.expected = _Numbers(before)
-            for number, exchange in zip(rows, self.exchanges, strict=True):
-                ranks = len(exchange.received)
-                for place, symbol in enumerate(exchange.received):
-                    share = number // ranks + (place < number % ranks)
-                    self.expected[symbol] = min(share, self.bounds[symbol])
+            for rows, exchange in zip(rows_by_exchange, self.exchanges, strict=True):
+                # an equal share from each rank; the first ranks send one more of what is left
+                share, rest = divmod(rows, len(exchange.received))
+                for rank, symbol in enumerate(exchange.received):
+                    sent = share + 1 if rank < rest else share
+                    self.expected[symbol] = min(sent, self.bounds[symbol])
             yield
         finally:
             self.expected = before
 
 
 def data_sizes_of(tensor: torch.Tensor) -> DataSizes | None:
-    """Return the symbols of the trace that a (fake) tensor is of; None where it has none."""
+    """Return the symbols of the trace that made a (fake) tensor; None if it has none."""
     sizes = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     return sizes if isinstance(sizes, DataSizes) else None
 
@@ -106,12 +114,12 @@ def depends_on_data(value: object) -> bool:
 
 
 def exact_shape(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a tensor's shape to compare with others: sizes are equal where they surely are."""
+    """Return a tensor's shape for comparisons: equal shapes are equal whatever the data."""
     return tuple(map(_exact, tensor.shape))
 
 
 def exact_layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return shape, strides and offset of a tensor, to compare as `exact_shape`."""
+    """Return shape, strides and offset of a tensor for comparisons, as `exact_shape`."""
     layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     return (tensor.ndim, *map(_exact, layout))
 
@@ -121,12 +129,12 @@ def _exact(size: Size) -> object:
 
 
 def expected(size: Size) -> int:
-    """Return the size to expect; a number is itself."""
+    """Return the size to expect; a number is returned unchanged."""
     return size if isinstance(size, int) else size.node.shape_env.expected.of(size)
 
 
 def bound(size: Size) -> int:
-    """Return the greatest size that there may be; a number is itself."""
+    """Return the greatest size that is possible; a number is returned unchanged."""
     return size if isinstance(size, int) else size.node.shape_env.bounds.of(size)
 
 
@@ -163,10 +171,12 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def sized(value: Any) -> Any:
-    """Replace the tensors and sizes in a nest that data decide by those to expect, on meta."""
+    """Replace a size that data decide by the size to expect, and a tensor with one by a meta tensor
+    of the expected sizes. Return any other value unchanged."""
     if isinstance(value, torch.SymInt):
         return expected(value)
     if isinstance(value, torch.Tensor) and has_data_sizes(value):
-        shape, stride = shape_of(value), stride_of(value)
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        return torch.empty_strided(
+            shape_of(value), stride_of(value), dtype=value.dtype, device="meta"
+        )
     return value

@@ -6,10 +6,10 @@
     tensor = wait_copy(copy, stored)         returns `copy` when it is complete
 
 A wait reads the source too, so that the source stays alive until the copy is complete, whatever
-runs the graph. On a GPU copies run on two streams of their own, one for each direction, and host
-memory is pinned: torch's allocator of pinned memory is the pool, and gives a block to a new tensor
-once all copies of the old one are complete. On CPU host memory is the device's, and a copy is
-complete when it has started.
+runs the graph. On a GPU copies run on two separate streams, one for each direction, and host memory
+is pinned: torch's allocator of pinned memory is the pool, and reuses a block for a new tensor once
+all copies of the old one are complete. On CPU, host memory is the device's, and a copy is complete
+when its start returns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _library.define("reload(Tensor stored, Device device) -> Tensor")
 # The result is `copy` itself. A schema that declared it would be refused where torch functionalizes
 # a graph; that of the collectives' wait_tensor does not declare it either.
 _library.define("wait_copy(Tensor copy, Tensor source) -> Tensor")
-# What a compiler that follows writes in place calls instead: it completes `copy`.
+# Compilers that follow writes in place call this op instead: it completes `copy`.
 _library.define("wait_copy_(Tensor(a!) copy, Tensor source) -> ()")
 
 _ops = torch.ops.graph_trainer
@@ -39,7 +39,7 @@ WAIT_COPY = _ops.wait_copy.default
 
 
 def is_copy_to_host(node: fx.Node) -> bool:
-    """Return whether a node starts a copy to host memory: its result lives there."""
+    """Return whether a node starts a copy to host memory: its result is stored there."""
     return node.target is OFFLOAD
 
 
@@ -65,7 +65,7 @@ def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
 
 
 def _start(copy: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy on a stream of its own, after all that was launched on the current one before."""
+    """Copy on the stream of its direction, after the work that is already on the current stream."""
     stream = _stream(device, copy.device.type == "cpu")
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -84,14 +84,14 @@ def _offload(tensor: torch.Tensor) -> torch.Tensor:
 def _reload(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return stored.clone()
-    # allocated on the current stream, which waits for the copy: the allocator need not know of
-    # the other one
+    # allocated on the current stream, which waits for the copy: the allocator need not know that
+    # another stream writes it
     copy = torch.empty_like(stored, device=device)
     return _start(copy, stored, copy.device)
 
 
 def complete_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return `copy` when what follows on the current stream may read it: the op `wait_copy`."""
+    """Return `copy` once later work on the current stream may read it: the op `wait_copy`."""
     device = copy.device if copy.is_cuda else source.device
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_event(getattr(copy, _EVENT))
@@ -108,7 +108,7 @@ _KERNELS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("wait_copy", complete_copy, lambda copy, source: torch.empty_like(copy)),
     ("wait_copy_", _wait_copy_in_place, lambda copy, source: None),
 )
-"""Of each op the name, what it runs, and what it returns on fake tensors."""
+"""The name of each op, its implementation, and its implementation on fake tensors."""
 
 for _name, _function, _fake in _KERNELS:
     _library.impl(_name, _function, "CompositeExplicitAutograd")

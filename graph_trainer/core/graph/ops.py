@@ -34,13 +34,13 @@ _HIDDEN_WRITES = {
     "aten::batch_norm_gather_stats_with_counts",
 }
 
-# The result shares its first input's storage, which the schemas do not say.
+# The result shares its first input's storage, which the schemas do not declare.
 _HIDDEN_VIEWS = {
     *(aten._unsafe_view.default, aten.unsafe_split.Tensor, WAIT_COPY),
     *(aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
 }
 
-# These return a view where they can and else a copy; their schemas do not say which.
+# These return a view where they can and else a copy; their schemas declare neither.
 _MAY_COPY = {
     *("aten::contiguous", "aten::flatten", "aten::ravel"),
     *("aten::reshape", "aten::reshape_as", "aten::to"),
@@ -64,7 +64,7 @@ def argument(node: fx.Node, name: str, default: object = None) -> Any:
 def given_value(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: object = None
 ) -> Any:
-    """Return an argument of an op's call by its name in the schema, `default` where it has none."""
+    """Return an argument of an op's call by its name in the schema, `default` if it has none."""
     if name in kwargs:
         return kwargs[name]
     position = _positions(op).get(name, len(args))
@@ -78,7 +78,11 @@ def _positions(op: Any) -> dict[str, int]:
 
 @functools.cache
 def _defaults(op: Any) -> dict[str, Any]:
-    return {e.name: e.default_value for e in op._schema.arguments if e.has_default_value()}
+    return {
+        entry.name: entry.default_value
+        for entry in op._schema.arguments
+        if entry.has_default_value()
+    }
 
 
 def argument_nodes(value: Any) -> list[fx.Node]:
@@ -89,15 +93,16 @@ def argument_nodes(value: Any) -> list[fx.Node]:
 
 
 def ancestors(node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """List, in the order of the graph, the nodes that belong and lead to a node through others that
-    do. Linear in their inputs, but for the sort."""
-    found: set[fx.Node] = set()
+    """List, in the order of the graph, the nodes that a node depends on and for which `belongs` is
+    true, reached through such nodes alone. Linear in their inputs, but for the sort."""
+    reached: set[fx.Node] = set()
     stack = [node]
     while stack:
-        new = {n for n in stack.pop().all_input_nodes if n not in found and belongs(n)}
-        found |= new
+        inputs = stack.pop().all_input_nodes
+        new = {n for n in inputs if n not in reached and belongs(n)}
+        reached |= new
         stack += new
-    return sorted(found)
+    return sorted(reached)
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:
@@ -110,8 +115,14 @@ def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:
             yield module
 
 
+def inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of the graphs that a higher-order op runs."""
+    for module in subgraphs(node):
+        yield from module.graph.nodes
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """List the inputs that a node writes in place, those that schemas do not declare included.
+    """List the inputs that a node writes in place, also those that schemas do not declare.
 
     A higher-order op whose subgraph writes one of the subgraph's inputs counts as writing all.
     """
@@ -125,7 +136,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 written_by_node = once_per_node(written_arguments)
-"""Lists what each node of a graph writes in place, as `written_arguments`. Linear in nodes."""
+"""Maps each node of a graph to its `written_arguments`. Linear in nodes."""
 
 
 @functools.cache
@@ -138,18 +149,23 @@ def may_write(target: object) -> bool:
 
 
 def written_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """List the arguments (nodes, or tensors) that a call of an OpOverload writes in place,
-    undeclared writes included."""
+    """List the arguments (nodes, or tensors) that a call of an OpOverload writes in place, also
+    those that its schema does not declare."""
     schema = op._schema
     if _namespace(schema) == IN_PLACE_NAMESPACE:
         return [*args, *kwargs.values()]
-    names = [e.name for e in schema.arguments if e.alias_info is not None and e.alias_info.is_write]
+    names = []
+    for entry in schema.arguments:
+        if entry.alias_info is not None and entry.alias_info.is_write:
+            names.append(entry.name)
     kind = kind_of_op(schema.name)
     if kind is not None:
         names += kind.written
     if schema.name in _HIDDEN_WRITES:
-        train = given_value(op, args, kwargs, "train", True)
-        if given_value(op, args, kwargs, "training", train):
+        # the argument is named `train` or `training`; ops that have neither always write
+        train = given_value(op, args, kwargs, "train", default=True)
+        training = given_value(op, args, kwargs, "training", default=train)
+        if training:
             names += ["running_mean", "running_var"]
     return [given_value(op, args, kwargs, name) for name in names]
 
@@ -173,7 +189,7 @@ def collective_kind(node: fx.Node) -> CollectiveKind | None:
 
 
 collective_kinds = once_per_node(collective_kind)
-"""Has the row of each node of a graph, as `collective_kind`. Linear in nodes."""
+"""Maps each node of a graph to its `collective_kind`. Linear in nodes."""
 
 
 @functools.cache
@@ -213,36 +229,37 @@ def collective_name(node: fx.Node) -> str:
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an op draws random numbers.
 
-    Attention ops carry torch's nondeterministic_seeded tag whatever their dropout; here the
-    dropout probability decides. (Other ops draw even at a probability of zero.) cuDNN's backward
-    carries it too, and is given what forward has drawn.
+    Attention ops have torch's nondeterministic_seeded tag whatever their dropout; here the dropout
+    probability decides. (Other ops draw even at a probability of zero.) cuDNN's backward has the
+    tag too, and takes the seed that forward drew.
     """
     return (
         torch.Tag.nondeterministic_seeded in op.tags
         and given_value(op, args, kwargs, "philox_seed") is None
-        and given_value(op, args, kwargs, "train", True) is not False
-        and given_value(op, args, kwargs, "dropout_p", 1.0) != 0.0
+        and given_value(op, args, kwargs, "train", default=True) is not False
+        and given_value(op, args, kwargs, "dropout_p", default=1.0) != 0.0
     )
 
 
 def is_random(node: fx.Node) -> bool:
     """Return whether running a node again gives another result or advances the random generator.
 
-    A higher-order op is random when a node of its subgraphs is.
+    A higher-order op is random if a node of its subgraphs is.
     """
     if node.op != "call_function":
         return False
     if schema_of(node) is None:
-        return any(is_random(inner) for module in subgraphs(node) for inner in module.graph.nodes)
+        return any(is_random(inner) for inner in inner_nodes(node))
     return draws(node.target, node.args, node.kwargs)
 
 
 def runs_once(node: fx.Node) -> bool:
     """Return whether a node must run exactly as often as the model runs it, in the model's order.
 
-    It is random, asserts (which returns nothing, or a token for the next assertion), or torch knows
-    of an effect of its op, such as a custom op with an ordered effect. Communication is not: a
-    gather is repeated as often as a policy says. A higher-order op is as the nodes inside.
+    Such a node is random, an assertion (which returns nothing, or a token for the next assertion),
+    or an op with an effect registered in torch, as a custom op with an ordered effect. A collective
+    is not such a node: passes may repeat a gather. A higher-order op runs once if a node inside
+    does.
     """
     if node.op != "call_function" or collective_kind(node) is not None:
         return False
@@ -250,12 +267,12 @@ def runs_once(node: fx.Node) -> bool:
         return True
     schema = schema_of(node)
     if schema is None:
-        return any(runs_once(inner) for module in subgraphs(node) for inner in module.graph.nodes)
+        return any(runs_once(inner) for inner in inner_nodes(node))
     return not schema.returns or schema.name.startswith("aten::_functional_assert")
 
 
 once_nodes = once_per_node(runs_once)
-"""Tells of every node of a graph whether it runs exactly once, as `runs_once`. Linear in nodes."""
+"""Maps every node of a graph to whether it runs exactly once, as `runs_once`. Linear in nodes."""
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -273,11 +290,11 @@ def has_effect(node: fx.Node) -> bool:
         return True
     if is_wait(node):
         # another node may read the collective's result, or the buffer that the collective writes,
-        # and rely on this wait having run before it; its size is known before
+        # and rely on this wait having run before it; its size can be read without a wait
         (source,) = node.all_input_nodes
         others = (n for n in source.users if n is not node)
-        awaited = any(not isinstance(value_of(n), torch.SymInt) for n in others)
-        return not is_collective(source) or awaited or has_effect(source)
+        read_after_wait = any(not isinstance(value_of(n), torch.SymInt) for n in others)
+        return not is_collective(source) or read_after_wait or has_effect(source)
     return bool(written_arguments(node)) or runs_once(node)
 
 
@@ -291,24 +308,25 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
     return shared[0] if shared and isinstance(shared[0], fx.Node) else None
 
 
-_Shared = fx.Node | list[fx.Node] | None
+_Shared = fx.Node | Sequence[fx.Node] | None
 """The input whose storage a result shares; for a list that is written in place, its elements."""
 
 
 def _shared_inputs(node: fx.Node) -> list[_Shared]:
     """List, for each result in the schema of a node's op, the input whose storage it shares."""
     names = _shared_names(node.target) if node.op == "call_function" else []
-    if not any(names):
-        return [None] * len(names)
-    values = [name and argument(node, name) for name in names]
-    shared: list[_Shared] = [v if isinstance(v, fx.Node | list | tuple) else None for v in values]  # type: ignore[misc]
-    if isinstance(shared[0], fx.Node) and node.target._schema.name in _MAY_COPY:  # type: ignore[union-attr]
-        # a copy or a view: run on the fake tensors of the inputs
-        source = value_of(shared[0])
-        if isinstance(source, torch.Tensor) and (
-            storage_id(inferred_value(node)) != storage_id(source)
-        ):
-            return [None]
+    shared: list[_Shared] = []
+    for name in names:
+        value = None if name is None else argument(node, name)
+        shared.append(value if isinstance(value, (fx.Node, list, tuple)) else None)
+    if len(shared) == 1 and isinstance(shared[0], fx.Node):
+        schema = schema_of(node)
+        if schema is not None and schema.name in _MAY_COPY:
+            # run the op on the fake tensors of its inputs to see whether it copies
+            source = value_of(shared[0])
+            if isinstance(source, torch.Tensor):
+                copies = storage_id(inferred_value(node)) != storage_id(source)
+                return [None] if copies else shared
     return shared
 
 
@@ -320,19 +338,22 @@ def _shared_names(target: Any) -> list[str | None]:
     kind = _kind_of(target)
     if target in _HIDDEN_VIEWS or (kind is not None and kind.effect is Effect.WAITS):
         return [target._schema.arguments[0].name]
-    names: list[str | None] = []
-    for result in (entry.alias_info for entry in target._schema.returns):
-        names.append(None)
-        for entry in target._schema.arguments:
-            info = entry.alias_info
-            if result is None or info is None:
-                continue
-            # a schema writes a list of views of one argument, as split returns, as (a -> *)
-            listed = not result.before_set and "*" in info.after_set
-            if info.before_set & result.before_set or listed:
-                names[-1] = str(entry.name)
-                break
-    return names
+    return [_shared_name(target._schema, entry.alias_info) for entry in target._schema.returns]
+
+
+def _shared_name(schema: torch.FunctionSchema, result: Any) -> str | None:
+    """Return the argument that a result with some alias information shares storage with."""
+    if result is None:
+        return None
+    for entry in schema.arguments:
+        info = entry.alias_info
+        if info is None:
+            continue
+        # a list of views of one argument, as split returns, is written (a -> *)
+        views_in_list = not result.before_set and "*" in info.after_set
+        if info.before_set & result.before_set or views_in_list:
+            return str(entry.name)
+    return None
 
 
 _shared_by_node = once_per_node(_shared_inputs)
@@ -344,16 +365,19 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def getitems_of(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that take a node's results out of their tuple, those of nested tuples too."""
-    direct = [user for user in node.users if is_getitem(user) and user.args[0] is node]
-    return [g for getitem in direct for g in (getitem, *getitems_of(getitem))]
+    """List the nodes that take a node's results out of their tuple, also out of nested tuples."""
+    getitems: list[fx.Node] = []
+    for user in node.users:
+        if is_getitem(user) and user.args[0] is node:
+            getitems += [user, *getitems_of(user)]
+    return getitems
 
 
 Storage = tuple[fx.Node, int]
 """The node that allocates a storage, and the index of the result that lives in it."""
 
 ValueStorages = Storage | list[Any]
-"""The storages of a value: one for a tensor, a nest of lists for a nest of tensors."""
+"""The storages of a value: one for a tensor, nested lists for nested tuples of tensors."""
 
 
 @once_per_graph
@@ -361,12 +385,15 @@ def storage_roots(graph: fx.Graph) -> Mapping[fx.Node, Storage]:
     """Map every node to the storage of its value, or of its first result.
 
     Linear in nodes. A multi-output op allocates one storage for each result, unless it writes
-    them into given buffers; the results of a split share their input's.
+    them into buffers among its arguments; the results of a split share their input's.
     """
-    return {
-        node: storages if isinstance(storages, tuple) else next(storages_in(storages), (node, 0))
-        for node, storages in value_storages(graph).items()
-    }
+    roots: dict[fx.Node, Storage] = {}
+    for node, storages in value_storages(graph).items():
+        if isinstance(storages, tuple):
+            roots[node] = storages
+        else:  # an empty list has no storage, and counts as one that is new
+            roots[node] = next(storages_in(storages), (node, 0))
+    return roots
 
 
 @once_per_graph
@@ -378,42 +405,43 @@ def value_storages(graph: fx.Graph) -> Mapping[fx.Node, ValueStorages]:
     known: dict[fx.Node, ValueStorages] = {}
     shared_by_node = _shared_by_node(graph)
 
-    def of_shared(source: fx.Node | list[fx.Node]) -> ValueStorages:
+    def of_input(source: fx.Node | Sequence[fx.Node]) -> ValueStorages:
         # a list is written in place: each result is one of its elements
         return known[source] if isinstance(source, fx.Node) else [known[part] for part in source]
 
+    def of_getitem(node: fx.Node) -> ValueStorages:
+        source, index = node.args
+        if not isinstance(source, fx.Node) or not isinstance(index, int):
+            return (node, 0)
+        results = known[source]
+        if isinstance(results, list):
+            return results[index]
+        # `source` has no value at capture, so its number of results is unknown
+        return (source, index) if results[0] is source else results
+
     for node in graph.nodes:
         if is_getitem(node):
-            source, index = node.args
-            if not isinstance(source, fx.Node) or not isinstance(index, int):
-                known[node] = (node, 0)
-                continue
-            results = known[source]
-            if isinstance(results, list):
-                known[node] = results[index]
-            else:  # `source` has no value at capture, so its number of results is unknown
-                known[node] = (source, index) if results[0] is source else results
+            known[node] = of_getitem(node)
             continue
-        # an input's storage where a result shares it, else a new one
+        # a result has the storage of the input that it shares, or a new one
         shared = shared_by_node[node]
-        if len(shared) == 1 and shared[0] is not None:
-            known[node] = of_shared(shared[0])
-            continue
-        new = _new_storages(node)
-        if len(shared) <= 1:
-            known[node] = new
-            continue
-        if not isinstance(new, list):
-            new = [(node, index) for index in range(len(shared))]
-        known[node] = [
-            part if entry is None else of_shared(entry)
-            for part, entry in zip(new, shared, strict=True)
-        ]
+        if not shared:
+            known[node] = _new_storages(node)
+        elif len(shared) == 1:
+            known[node] = _new_storages(node) if shared[0] is None else of_input(shared[0])
+        else:
+            new = _new_storages(node)
+            if not isinstance(new, list):  # no value at capture: the schema has the results
+                new = [(node, index) for index in range(len(shared))]
+            results: list[ValueStorages] = []
+            for part, source in zip(new, shared, strict=True):
+                results.append(part if source is None else of_input(source))
+            known[node] = results
     return known
 
 
 def storages_in(storages: ValueStorages) -> Iterator[Storage]:
-    """Yield the storages of a nest, in order."""
+    """Yield the storages of a value, in order."""
     if isinstance(storages, tuple):
         yield storages
     else:
@@ -422,28 +450,28 @@ def storages_in(storages: ValueStorages) -> Iterator[Storage]:
 
 
 def _new_storages(node: fx.Node) -> ValueStorages:
-    """Number a storage for each result of a node.
+    """Return a new storage for each result of a node.
 
-    Results that are not tensors, such as gradients that are not needed, are counted too.
+    Results that are not tensors, such as gradients that are not needed, get one too.
     """
     result = value_of(node)
-    if not isinstance(result, (list, tuple)):  # most; a closure for each is a cycle of garbage
+    if not isinstance(result, (list, tuple)):  # most nodes: leave before the closure, which is slow
         return (node, 0)
-    place = itertools.count()
+    index = itertools.count()
 
-    def number(value: object) -> ValueStorages:
+    def new_storages(value: object) -> ValueStorages:
         if isinstance(value, (list, tuple)):
-            return [number(part) for part in value]
-        return (node, next(place))
+            return [new_storages(part) for part in value]
+        return (node, next(index))
 
-    return number(result)
+    return new_storages(result)
 
 
 def erase_unused(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
-    """Erase every node without a reader that has no effect. One walk from the end: linear in nodes.
+    """Erase every node that has neither readers nor an effect. Linear: one walk from the end.
 
     Args:
-        among: erase only these, and what they alone read.
+        among: erase only these nodes, and inputs that no other node reads.
     """
     for node in reversed(list(graph.nodes)):
         if node.users or has_effect(node) or (among is not None and node not in among):

@@ -12,7 +12,7 @@ from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CaptureError
 
 Returned = Callable[[Any], list[tuple[OutputKind, str, torch.Tensor]]]
-"""Takes what was returned; gives its tensors, with what each is and its name."""
+"""Takes what the function returned; returns its tensors, with the kind and the name of each."""
 
 
 def scalar_loss(value: Any) -> list[tuple[OutputKind, str, torch.Tensor]]:
@@ -24,23 +24,23 @@ def scalar_loss(value: Any) -> list[tuple[OutputKind, str, torch.Tensor]]:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise CaptureError(
-            f"loss_fn must return a scalar tensor and returned {shape}; sum or average it"
+            f"loss_fn must return a scalar tensor, and it returned {shape}: sum or average the loss"
         )
     return [(OutputKind.LOSS, "loss", value)]
 
 
 class ModelOutputs:
-    """Takes the tensors out of what a model returns, and puts such a structure together again."""
+    """Takes the tensors out of what a model returns, and rebuilds that structure."""
 
     def __init__(self) -> None:
         self._tree: Any = None
         self._constants: list[Any] = []
         self._is_tensor: list[bool] = []
         self.differentiable: list[str] = []
-        """The names of the outputs that depend on what requires a gradient."""
+        """The names of the outputs that require a gradient."""
 
     def __call__(self, value: Any) -> list[tuple[OutputKind, str, torch.Tensor]]:
-        """Take the tensors of what the model returned; the rest becomes constants.
+        """Take the tensors out of what the model returned; all else becomes constants.
 
         Raises:
             CaptureError: there is no tensor.
@@ -51,8 +51,8 @@ class ModelOutputs:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise CaptureError(
-                f"the model returns a {type(value).__name__} without tensors; return what the loss "
-                "is computed from"
+                f"the model returned a {type(value).__name__} without tensors: return the tensors "
+                "that the loss is computed from"
             )
         outputs = [(OutputKind.OUTPUT, f"output {i}", tensor) for i, tensor in enumerate(tensors)]
         self.differentiable = [name for _, name, tensor in outputs if tensor.requires_grad]
@@ -60,7 +60,8 @@ class ModelOutputs:
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return the structure with other tensors in it."""
-        given = iter(tensors)
-        pairs = zip(self._is_tensor, self._constants, strict=True)
-        leaves = [next(given) if is_tensor else constant for is_tensor, constant in pairs]
+        remaining = iter(tensors)
+        leaves = []
+        for is_tensor, constant in zip(self._is_tensor, self._constants, strict=True):
+            leaves.append(next(remaining) if is_tensor else constant)
         return pytree.tree_unflatten(leaves, self._tree)

@@ -11,15 +11,15 @@ from graph_trainer.core.graph.subclasses import Layout
 
 
 class InputKind(StrEnum):
-    """What a placeholder is given."""
+    """What a placeholder takes."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
     SAVED = "saved"
-    """What the forward half of a partitioned graph returned."""
+    """A value that the forward half of a partitioned graph returned."""
     OUTPUT_GRADIENT = "output_gradient"
-    """The gradient of the loss, or of what forward returns."""
+    """The gradient of the loss, or of an output of forward."""
 
 
 class OutputKind(StrEnum):
@@ -27,10 +27,10 @@ class OutputKind(StrEnum):
 
     LOSS = "loss"
     OUTPUT = "output"
-    """What a model returns that was captured without a loss."""
+    """A tensor that a model returns, where it was captured without a loss."""
     GRADIENT = "gradient"
     SAVED = "saved"
-    """What the forward half of a partitioned graph keeps for the backward half."""
+    """A value that the forward half of a partitioned graph keeps for the backward half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class Signature:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     parameters_without_grad: tuple[str, ...] = ()
-    """FQNs of parameters that require a gradient and that the loss does not reach. Empty for a
+    """FQNs of parameters that require a gradient and that do not influence the loss. Empty for a
     graph without backward: only backward shows which they are."""
     backward: bool = True
-    """Whether the graph computes gradients; if not, it returns the loss, and what is saved."""
+    """Whether the graph computes gradients. If not, it returns the loss and the saved values."""
 
 
 def with_parts(

@@ -13,11 +13,11 @@ from graph_trainer.core.torch_private import LazyGraphModule, set_arguments
 
 
 def copy_graph(joint: JointGraph) -> JointGraph:
-    """Copy a joint graph: nodes of the same names in the same order.
+    """Copy a joint graph: the copy has nodes of the same names in the same order.
 
-    A change of either graph does not show in the other. Fake tensors, the attributes that get_attr
-    nodes read, and subgraphs of higher-order ops are shared: passes replace those and do not write
-    into them. Linear in nodes.
+    Changing one graph does not change the other. They share fake tensors, the attributes that
+    get_attr nodes read, and the subgraphs of higher-order ops: passes replace those and do not
+    write into them. Linear in nodes.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -28,9 +28,9 @@ def copy_graph(joint: JointGraph) -> JointGraph:
             for key, value in node.meta.items()
         }
     copy_facts(joint.graph, graph, copies)
-    # its code is generated when it is called: most copies never are
-    kind = type(joint.graph_module).__name__
-    graph_module = LazyGraphModule(joint.graph_module, graph, class_name=kind)
+    # a lazy module generates its code when it is called: most copies never are
+    class_name = type(joint.graph_module).__name__
+    graph_module = LazyGraphModule(joint.graph_module, graph, class_name=class_name)
     graph_module.meta = dict(joint.graph_module.meta)
     return dataclasses.replace(
         joint,
@@ -44,16 +44,19 @@ def copy_graph(joint: JointGraph) -> JointGraph:
 def node_like(
     graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], fx.Node], name: str
 ) -> fx.Node:
-    """Add to a graph a node without `meta` that does what another does, reading `read` of what that
-    reads. In half of the time of `Graph.node_copy`, which looks for sizes in arguments."""
-    made = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
+    """Add a copy of a node to a graph, without `meta`, and return it.
+
+    `read` maps each input of the node to that of the copy. Takes half of the time of
+    `Graph.node_copy`, which looks for sizes in arguments.
+    """
+    copy = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
     kwargs = fx.map_arg(node.kwargs, read) if node.kwargs else {}
-    set_arguments(made, fx.map_arg(node.args, read), kwargs)
-    return made
+    set_arguments(copy, fx.map_arg(node.args, read), kwargs)
+    return copy
 
 
 def restore_graph(joint: JointGraph, copy: JointGraph) -> None:
-    """Make `joint` what it was when `copy` was made of it.
+    """Restore `joint` to its state at the time of the copy.
 
     The copy's graph module becomes that of `joint`, with the attributes that its graph reads;
     attributes that were replaced or added after the copy remain on the old module only.

@@ -1,6 +1,6 @@
-"""Tensor subclasses taken apart into plain tensors and put together again.
+"""Unwrap tensor subclasses into plain tensors, and wrap those again.
 
-Works on any subclass that follows torch's flatten protocol (DTensor does), so that the graph
+Works for any subclass that follows torch's flatten protocol (DTensor does), so that the graph
 has plain tensors only and no subclass is dispatched while it runs.
 """
 
@@ -32,9 +32,9 @@ class Layout:
     parts: tuple[str, ...] = ()
     """Attribute names of the plain tensors inside, in placeholder order."""
     constants: tuple[tuple[str, Any], ...] = ()
-    """What the protocol returns beside tensors, for example a DTensor's mesh."""
+    """Attributes that the protocol names and that are not tensors."""
     context: Any = None
-    """What the protocol returns about the whole tensor, for example a DTensor's placements."""
+    """The context that the protocol returns, for example a DTensor's mesh and placements."""
 
     @property
     def num_tensors(self) -> int:
@@ -49,10 +49,10 @@ class Layout:
         return f"{kind} {tuple(self.shape)} {self.dtype} on {self.device}, {strides}{context}"
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Return whether a graph captured with this layout fits another tensor.
+        """Return whether a graph captured with this layout can take another tensor.
 
-        Strides must be equal: the graph has views and kernels chosen for the captured strides.
-        So must be what a subclass returns about itself, a DTensor's mesh and placements.
+        Strides must be equal: the graph has views and kernels chosen for the captured strides. So
+        must be the context of a subclass, such as a DTensor's mesh and placements.
         """
         # the protocol of subclasses is looked up only where the class is not the captured one
         if type(tensor) is not self.subclass and plain_type(tensor) is not (
@@ -75,15 +75,15 @@ class Layout:
 
 
 def plain_type(tensor: torch.Tensor) -> type:
-    """Return the subclass to take apart, torch.Tensor for a plain tensor or a parameter."""
+    """Return the subclass to unwrap, torch.Tensor for a plain tensor or a parameter."""
     return type(tensor) if is_traceable_wrapper_subclass(tensor) else torch.Tensor
 
 
 def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], Layout]:
-    """Take a tensor apart.
+    """Return the plain tensors inside a tensor, and how to wrap them again.
 
     Args:
-        name: what an error calls it.
+        name: the name of the tensor in errors.
 
     Returns:
         The plain tensors inside (the tensor itself if it is plain), and the layout that
@@ -94,40 +94,57 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
     """
     if name and is_lazy(tensor):
         raise CaptureError(
-            f"'{name}' has no shape yet: run the model once on a batch, which initializes lazy "
-            "modules, before it is captured"
+            f"'{name}' has no shape yet: run the model once on a batch before capture, which "
+            "initializes lazy modules"
         )
-    if name and (tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided):
-        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else None
+    if name and not _is_dense(tensor):
         raise CaptureError(
-            f"'{name}' is a {kind or str(tensor.layout).removeprefix('torch.')} tensor; a graph "
-            "takes dense ones: pass its parts, or make it dense"
+            f"'{name}' is a {_storage_kind(tensor)} tensor, and a graph takes dense tensors alone: "
+            "pass its parts, or make it dense"
         )
     common = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor], Layout(*common)
     parts, context = _flattened(tensor)
-    values = [(part, getattr(tensor, part)) for part in parts]
-    inside = [(part, value) for part, value in values if isinstance(value, torch.Tensor)]
-    for part, value in inside:
+    tensors: dict[str, torch.Tensor] = {}
+    constants: dict[str, Any] = {}
+    for part in parts:
+        value = getattr(tensor, part)
+        if not isinstance(value, torch.Tensor):
+            constants[part] = value
+            continue
+        tensors[part] = value
         if is_traceable_wrapper_subclass(value):
             raise CaptureError(
-                f"'{name or 'a tensor'}' is a {type(tensor).__name__} that holds a "
-                f"{type(value).__name__} in '{part}'; only one level of tensor subclass can be "
+                f"'{name or 'a tensor'}' is a {type(tensor).__name__} that contains a "
+                f"{type(value).__name__} as '{part}', and only one level of tensor subclass can be "
                 "captured: unwrap the outer one first"
             )
     layout = Layout(
         *common,
         subclass=type(tensor),
-        parts=tuple(part for part, _ in inside),
-        constants=tuple((part, v) for part, v in values if not isinstance(v, torch.Tensor)),
+        parts=tuple(tensors),
+        constants=tuple(constants.items()),
         context=context,
     )
-    return [value for _, value in inside], layout
+    return list(tensors.values()), layout
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_nested or tensor.is_quantized) and tensor.layout is torch.strided
+
+
+def _storage_kind(tensor: torch.Tensor) -> str:
+    """Return the word for how a tensor is stored: nested, quantized, or the name of its layout."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    return str(tensor.layout).removeprefix("torch.")
 
 
 def wrap(tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Put a tensor together from the plain tensors that `unwrap` gave."""
+    """Make a tensor from the plain tensors that `unwrap` returned."""
     if layout.subclass is None:
         (tensor,) = tensors
         return tensor
@@ -137,12 +154,12 @@ def wrap(tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def with_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with these strides: itself where it has them, else a copy."""
+    """Return a tensor with these strides: the tensor itself if it has them, else a copy."""
     if tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 def _flattened(tensor: Any) -> tuple[list[str], Any]:
-    """Return the attribute names of the inner tensors, and what else rebuilding needs."""
+    """Return the attribute names of the inner tensors, and the context for rebuilding."""
     return tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Numbers for what nodes compute: equal numbers, equal values."""
+"""Numbers for the values that nodes compute: nodes with equal numbers have equal values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from torch import fx
 
 # Value numbering, as compilers do it to find common subexpressions: a node's number follows from
-# its op and the numbers of its arguments, so that two nodes have one number where they make the
-# same value, however far apart they are. What an op and its arguments do not show (a random draw,
-# a write in place, an input), the caller adds to the key; or it gives the node a new number, or
-# the number of another node.
+# its op and the numbers of its arguments, so that two nodes that make the same value have one
+# number, however far from each other they are. Where the op and its arguments do not show all (a
+# random draw, a write in place, an input), the caller adds the rest to the key, or gives the node a
+# new number or the number of another node.
 
 
 class ValueNumbers:
@@ -36,12 +36,12 @@ class ValueNumbers:
         self._by_node[node] = self._by_node[other]
 
     def call(self, node: fx.Node, argument: Callable[[fx.Node], object] | None = None) -> str:
-        """Describe a call: equal for the same op on arguments with the same numbers.
+        """Describe a call: equal text for the same op on arguments with the same numbers.
 
         Args:
-            argument: returns the text for a node that is an argument; None for its number.
+            argument: returns the text for a node that is an argument; by default its number.
         """
         describe = argument or self.__getitem__
         # 1, 1.0 and True differ as text; numbers of nodes are quoted, and differ from constants
-        given = (node.args, sorted(node.kwargs.items()))
-        return f"{node.target}{fx.map_arg(given, lambda n: f'%{describe(n)}')!r}"
+        arguments = (node.args, sorted(node.kwargs.items()))
+        return f"{node.target}{fx.map_arg(arguments, lambda n: f'%{describe(n)}')!r}"

@@ -1,4 +1,4 @@
-"""Where a graph writes its storages in place, and whether a change kept the order around that."""
+"""Where a graph writes its storages in place, and whether a change keeps the order of writes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ class Writes:
     def between(self, first: fx.Node, last: fx.Node | None, source: fx.Node) -> fx.Node | None:
         """Return the last node after `first` and before `last` that writes the storage of `source`.
 
-        None if none does; a `last` of None is the end of the graph. Logarithmic in the number of
-        nodes that write the storage.
+        None if there is no such node. If `last` is None, search to the end of the graph.
+        Logarithmic in the number of nodes that write the storage.
         """
         writers = self.writers.get(self._roots[source], [])
         stop = len(writers) if last is None else bisect.bisect_left(writers, last)
-        return writers[stop - 1] if stop and first < writers[stop - 1] else None
+        if stop == 0:
+            return None
+        writer = writers[stop - 1]
+        return writer if first < writer else None
 
     def is_written(self, node: fx.Node) -> bool:
         """Return whether a node of the graph writes the storage of `node` in place."""
@@ -49,7 +52,7 @@ class Writes:
 
     def touched_by(self, node: fx.Node) -> bool:
         """Return whether the storage of a node or of one of its inputs is written in place."""
-        return any(map(self.is_written, (node, *node.all_input_nodes)))
+        return any(self.is_written(n) for n in (node, *node.all_input_nodes))
 
     def written_inputs(self) -> set[fx.Node]:
         """Return the placeholders whose storage the graph writes."""
@@ -62,41 +65,42 @@ writes_of = once_per_graph(Writes)
 
 @dataclass(slots=True)
 class AccessOrder:
-    """Which writes of a storage come before each of its readers: still true of a graph before its
-    last change. Linear in nodes to build."""
+    """Which writes of a storage come before each of its readers. It does not change with the graph,
+    so that it can be compared with a later order. Linear in nodes to build."""
 
     writers: dict[Storage, list[fx.Node]] = field(default_factory=dict)
-    """As `Writes` has them."""
+    """As in `Writes`."""
     writes_before: dict[tuple[fx.Node, Storage], int] = field(default_factory=dict)
     """By reader and storage, how many writes of the storage come before the reader."""
 
     def check_kept(self, joint: JointGraph) -> None:
-        """Refuse a graph that reads a storage before another of its writes than this order does.
+        """Refuse a graph in which a reader comes after more or fewer writes than in this order.
 
-        Storages with other writers than before are left out: a pass that replaces a write has its
-        own test that the replacement is right.
+        Storages whose writers have changed are not checked: a pass that replaces a write must prove
+        by itself that the replacement is right.
 
         Raises:
-            VerificationError: with the reader, or with the input that is not written any more.
+            VerificationError: with the reader, or with the input that is no longer written.
         """
         now = access_order(joint.graph)
         written = {root for root, _ in now.writers}
         for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
             if spec.mutated and written.isdisjoint(nodes):
                 raise VerificationError(
-                    f"{spec.kind.value} '{spec.name}' is written by the step and no node writes "
-                    "it any more: keep the node that does, although nothing reads its result"
+                    f"the step writes {spec.kind.value} '{spec.name}', and the graph no longer has "
+                    "a node that does: a pass must keep that node although its result is unused"
                 )
         if now is self:  # nothing has changed
             return
         for (reader, storage), count in self.writes_before.items():
             after = now.writes_before.get((reader, storage), count)
             if after != count and self.writers[storage] == now.writers[storage]:
-                moved = self.writers[storage][min(count, after)]
+                writer = self.writers[storage][min(count, after)]
+                position, required = ("before", "after") if after < count else ("after", "before")
                 raise VerificationError(
-                    f"node '{reader.name}' ({reader.target}) reads '{storage[0].name}' "
-                    f"{'before' if after < count else 'after'} '{moved.name}' writes it in place, "
-                    "and it was the other way round: keep the order of the two"
+                    f"node '{reader.name}' ({reader.target}) reads '{storage[0].name}' {position} "
+                    f"'{writer.name}' writes it in place, and must read it {required} the write: a "
+                    "pass must keep the order of the two"
                 )
 
 
@@ -106,16 +110,19 @@ def access_order(graph: fx.Graph) -> AccessOrder:
     order = AccessOrder(writes_of(graph).writers)
     if not order.writers:
         return order
-    storages, roots, written = value_storages(graph), storage_roots(graph), written_by_node(graph)
-    done = dict.fromkeys(order.writers, 0)
+    storages = value_storages(graph)
+    roots = storage_roots(graph)
+    written = written_by_node(graph)
+    num_writes = dict.fromkeys(order.writers, 0)
     for node in graph.nodes:
-        sources = [*inputs_of(node)]
-        if is_wait(node):  # until then its collective reads
-            sources += [n for start in sources for n in inputs_of(start)]
+        sources = list(inputs_of(node))
+        if is_wait(node):  # the collective reads its inputs until the wait
+            for collective in inputs_of(node):
+                sources += inputs_of(collective)
         for source in sources:
             for storage in storages_in(storages[source]):
-                if storage in done:
-                    order.writes_before[node, storage] = done[storage]
+                if storage in num_writes:
+                    order.writes_before[node, storage] = num_writes[storage]
         for target in written[node]:
-            done[roots[target]] += 1
+            num_writes[roots[target]] += 1
     return order
