@@ -1,4 +1,4 @@
-"""Capture: forward, loss and backward of any module become one joint graph.
+"""Capture: trace forward, loss and backward of any module into one joint graph.
 
-Nothing here changes the step that was captured; that is what passes are for.
+The graph computes what the step computes. Passes change it later.
 """

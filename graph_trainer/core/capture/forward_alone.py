@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graph_trainer.core.capture.capture import capture_step
 from graph_trainer.core.capture.tracing.trace import Step
@@ -31,9 +31,9 @@ def capture_forward(
 
     Returns:
         The graph: inputs are the model's tensors, the batch and a gradient for each output that
-        depends on a parameter; outputs what the model returns and the gradients of the parameters.
-        Gradients of batch tensors are not returned. The same passes run on it; `partition` makes
-        it a module that returns what the model does.
+        depends on a parameter; outputs are what the model returns and the gradients of the
+        parameters. Gradients of batch tensors are not returned. The same passes run on it;
+        `partition` makes it a module that returns what the model does.
 
     Raises:
         CaptureError: as of `capture`; or the model returns no tensor.
@@ -49,26 +49,37 @@ def capture_forward(
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    step = Step(model, call, args, dict(kwargs or {}), True, meta_as, outputs)
+    step = Step(
+        model=model,
+        loss_fn=call,
+        args=args,
+        kwargs=dict(kwargs or {}),
+        backward=True,
+        meta_as=meta_as,
+        returned=outputs,
+    )
     joint = capture_step(step)
     joint.outputs = outputs
-    # the ones with which backward begins become inputs
-    graph, signature = joint.graph, joint.signature
-    ones = {place: n for n in graph.nodes if (place := loss_gradient_of(n)) is not None}
-    returned = {o.name: o for o in signature.outputs if o.kind is OutputKind.OUTPUT}
-    last = joint.placeholders()[-1]
-    inputs = list(signature.inputs)
-    for place in sorted(ones):
-        seed = ones[place]
-        output = returned[outputs.differentiable[place]]
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"gradient_of_{output.name.replace(' ', '_')}")
-        last.meta["val"] = value_of(seed)
-        set_input_name(last, output.name)
+    # backward begins with tensors of ones, which become inputs
+    graph = joint.graph
+    ones: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        index = loss_gradient_of(node)
+        if index is not None:
+            ones[index] = node
+    specs = {o.name: o for o in joint.signature.outputs if o.kind is OutputKind.OUTPUT}
+    placeholder = joint.placeholders()[-1]
+    inputs = list(joint.signature.inputs)
+    for index, node in sorted(ones.items()):
+        output = specs[outputs.differentiable[index]]
+        with graph.inserting_after(placeholder):
+            placeholder = graph.placeholder(f"gradient_of_{output.name.replace(' ', '_')}")
+        placeholder.meta["val"] = value_of(node)
+        set_input_name(placeholder, output.name)
         inputs.append(Input(InputKind.OUTPUT_GRADIENT, output.name, output.layout))
-        seed.replace_all_uses_with(last)
-        graph.erase_node(seed)
-    joint.signature = replace(signature, inputs=tuple(inputs))
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+    joint.signature = replace(joint.signature, inputs=tuple(inputs))
     joint.graph_module.recompile()
     joint.validate()
     return joint

@@ -1,4 +1,4 @@
-"""Refusals: what a step must not do, found while it is traced or in its graph.
+"""Refusals of steps that a graph cannot record, while they are traced or from their graph.
 
 Nothing here changes a graph.
 """

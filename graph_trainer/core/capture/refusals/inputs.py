@@ -14,7 +14,7 @@ from graph_trainer.errors import CaptureError
 
 
 def names_of_storages(tensors: Iterable[tuple[Input, torch.Tensor]]) -> dict[int, str]:
-    """Return the name of each tensor by the storages of its plain tensors."""
+    """Map the storages of the plain tensors inside each tensor to the tensor's name."""
     return {storage_id(part): spec.name for spec, tensor in tensors for part in unwrap(tensor)[0]}
 
 
@@ -24,7 +24,7 @@ def refuse_state_among_constants(
     """Refuse a constant of the graph that is a tensor of the model or requires a gradient.
 
     A tensor that forward does not read through an attribute of the model becomes a constant of
-    the graph: right for a table, and silently wrong for anything that training changes.
+    the graph. This is right for a table, and silently wrong for a tensor that training changes.
 
     Args:
         inputs, tensors: parameters and buffers of the model.
@@ -40,26 +40,25 @@ def refuse_state_among_constants(
         if isinstance(constant, FakeTensor):
             raise CaptureError(
                 f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} without "
-                "data, made by an earlier capture that has kept it: clear what holds it (a "
-                "cache, a global, an attribute) and compute it in the step"
+                "data, which an earlier capture made and something stored: clear the cache, the "
+                "global or the attribute that stores it, and compute the tensor in the step"
             )
         name = names.get(storage_id(constant))
         if name is not None:
             raise CaptureError(
-                f"'{name}' is read through something else than its attribute (a "
-                "list, a closure, an attribute of another object), where capture cannot "
-                "replace it: read it as an attribute of its module"
+                f"the step reads '{name}' from a list, a closure or an attribute of another "
+                "object, where capture cannot replace it: read it as an attribute of its module"
             )
         if constant.requires_grad:
             raise CaptureError(
                 f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} that "
-                "requires a gradient and is neither a parameter of the model nor in the batch; "
-                "its gradient would be lost: make it a parameter of the model"
+                "requires a gradient and is neither a parameter of the model nor in the batch, so "
+                "that its gradient would be lost: make it a parameter of the model"
             )
 
 
 def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor, backward: bool) -> None:
-    """Refuse a tensor of the batch whose gradient eager would carry further than a step does.
+    """Refuse a tensor of the batch for which eager computes a gradient that a step does not return.
 
     Raises:
         CaptureError: with the argument of the batch.
@@ -71,22 +70,22 @@ def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor, backward: bool
         )
     if tensor.grad_fn is not None:
         raise CaptureError(
-            f"'{spec.name}' of the batch was computed with gradients, which would not be carried "
-            "further back: compute it in loss_fn and capture again, or detach it"
+            f"'{spec.name}' of the batch was computed with gradients, and a step does not return a "
+            "gradient for it: compute it in loss_fn and capture again, or detach it"
         )
     if backward and tensor.requires_grad:
         raise CaptureError(
-            f"'{spec.name}' of the batch requires a gradient, and a step returns those of "
-            "parameters only: pass it detached, and where loss_fn itself needs its gradient, write "
+            f"'{spec.name}' of the batch requires a gradient, and a step returns gradients of "
+            "parameters only: pass it detached. If loss_fn itself needs its gradient, write "
             "x = x.detach().requires_grad_() there; to train it, make it a parameter of the model"
         )
 
 
 def refuse_shared_memory(inputs: Sequence[Input], values: Sequence[torch.Tensor]) -> None:
-    """Refuse a batch in memory that the step writes as another input.
+    """Refuse a batch that shares memory with another input that the step writes.
 
     Args:
-        inputs: the inputs of a graph; `mutated` says which it writes.
+        inputs: the inputs of a graph; the graph writes those with `mutated`.
         values: the plain tensors of all inputs.
 
     Raises:
@@ -97,9 +96,11 @@ def refuse_shared_memory(inputs: Sequence[Input], values: Sequence[torch.Tensor]
     pairs = [(spec, part) for spec, parts in with_parts(inputs, values) for part in parts]
     written = {storage_id(p): spec.name for spec, p in pairs if spec.mutated and p.numel()}
     for spec, part in pairs:
-        owner = written.get(storage_id(part), spec.name) if spec.kind is InputKind.BATCH else None
-        if owner not in (None, spec.name):
+        if spec.kind is not InputKind.BATCH:
+            continue
+        name = written.get(storage_id(part), spec.name)
+        if name != spec.name:
             raise CaptureError(
-                f"'{spec.name}' of the batch shares the memory of '{owner}', which the step "
-                "writes: clone it"
+                f"'{spec.name}' of the batch shares the memory of '{name}', which the step "
+                f"writes: clone '{spec.name}' first"
             )

@@ -1,14 +1,14 @@
-"""Compare the second step of a model with the first, and restore what both change in it.
+"""Compare the second step of a model with the first, and restore the attributes that both change.
 
 A graph is one program. A model whose forward changes an attribute may run another program in the
-next step, or read in it what this step computed.
+next step, or read a value there that this step computed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -28,44 +28,77 @@ Place = tuple[int, object, torch.Size, tuple[int, ...]]
 class ModuleAttributes:
     """A context in which a step may change the attributes of a model's modules.
 
-    They are restored at the end, on errors too, as are the entries of dicts and lists that are
-    attributes. Python state elsewhere stays as the step leaves it. Linear in attributes.
+    Restores them at the end, on errors too, with the entries of dicts and lists that are
+    attributes. Other Python state stays as the step leaves it. Linear in attributes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before: list[tuple[str, Any, Any]] = []
-        """Names in messages, a dict or list, and a copy of it."""
+        self._saved: list[_Saved] = []
         for name, module in model.named_modules():
             registered = set(map(id, tensor_dicts(module)))
-            prefix = f"{name}." if name else ""
-            self._before.append((prefix, vars(module), dict(vars(module))))
-            for key, value in vars(module).items():
+            attributes = vars(module)
+            self._saved.append(_Saved(name, "", attributes, dict(attributes)))
+            for key, value in attributes.items():
                 if isinstance(value, (dict, list)) and id(value) not in registered:
-                    self._before.append((f"{prefix}{key}", value, _copy(value)))
+                    self._saved.append(_Saved(name, key, value, _copy(value)))
 
     def __enter__(self) -> ModuleAttributes:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for _, contents, before in self._before:
-            if _differing(contents, before):
-                if isinstance(contents, dict):
-                    # the built-in methods: a subclass may have changed its own, and an OrderedDict
-                    # keeps its order itself
-                    kind = OrderedDict if isinstance(contents, OrderedDict) else dict
-                    kind.clear(contents)
-                    for key, value in before.items():
-                        kind.__setitem__(contents, key, value)
-                else:
-                    list.__setitem__(contents, slice(None), before)
+        for saved in self._saved:
+            if saved.changed_keys():
+                saved.restore()
 
     def changes(self) -> list[str]:
-        """Return the names of attributes and entries that differ by now, sorted."""
-        return sorted(
-            f"{name}[{key!r}]" if name and not name.endswith(".") else f"{name}{key}"
-            for name, contents, before in self._before
-            for key in _differing(contents, before)
-        )
+        """Return the names of attributes and entries that the step has changed, sorted."""
+        names = []
+        for saved in self._saved:
+            names += [saved.name_of(key) for key in saved.changed_keys()]
+        return sorted(names)
+
+
+class _Saved(NamedTuple):
+    """The attributes of a module, or a dict or list among them, and a copy from before the step."""
+
+    module: str
+    attribute: str
+    """The name of the dict or list; "" for the attributes of the module."""
+    contents: Any
+    copy: Any
+
+    def name_of(self, key: Any) -> str:
+        """Return the name of an entry in messages."""
+        prefix = f"{self.module}." if self.module else ""
+        return f"{prefix}{self.attribute}[{key!r}]" if self.attribute else f"{prefix}{key}"
+
+    def changed_keys(self) -> list[Any]:
+        """List the keys or indices at which another object is now."""
+        now = _copy(self.contents)
+        before = self.copy
+        if isinstance(now, list):
+            now = dict(enumerate(now))
+            before = dict(enumerate(before))
+        missing = object()
+        return [
+            key
+            for key in now.keys() | before.keys()
+            if now.get(key, missing) is not before.get(key, missing)
+        ]
+
+    def restore(self) -> None:
+        """Put the entries of the copy back into the dict or list.
+
+        With the built-in methods: a subclass may have replaced its own, and an OrderedDict keeps
+        its order itself.
+        """
+        if isinstance(self.contents, list):
+            list.__setitem__(self.contents, slice(None), self.copy)
+            return
+        dict_type = OrderedDict if isinstance(self.contents, OrderedDict) else dict
+        dict_type.clear(self.contents)
+        for key, value in self.copy.items():
+            dict_type.__setitem__(self.contents, key, value)
 
 
 def _copy(contents: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
@@ -74,49 +107,37 @@ def _copy(contents: dict[Any, Any] | list[Any]) -> dict[Any, Any] | list[Any]:
     return list(list.__iter__(contents))
 
 
-def _differing(contents: Any, before: Any) -> list[Any]:
-    """List the keys or places whose entries are other objects than before."""
-    now = _copy(contents)
-    if isinstance(now, list):
-        now, before = dict(enumerate(now)), dict(enumerate(before))
-    missing = object()
-    return [
-        key
-        for key in now.keys() | before.keys()
-        if now.get(key, missing) is not before.get(key, missing)
-    ]
-
-
 def check_second_step(
     first: fx.GraphModule, second: fx.GraphModule, inputs: Sequence[Input], changed: Iterable[str]
 ) -> None:
     """Refuse a model whose second step is another program. Linear in nodes.
 
-    Only what reaches an output, an input that is written or a random number counts. A table that
-    the first step made and the model keeps is the same in every step, if it was made from
-    constants and from buffers that no step writes.
+    Compares outputs, inputs that are written, and random numbers. A table that the first step made
+    and the model keeps is the same in every step if it follows from constants and from buffers that
+    no step writes.
 
     Args:
         first: the graph of a step.
         second: the graph of the same step, traced with the attributes that the first one left.
-        inputs: what the placeholders of both are.
+        inputs: the inputs of both graphs.
         changed: the attributes that the first step changed, for the message.
 
     Raises:
         CaptureError: with the attributes and the first op that differs.
     """
-    # The idea: number the values of both graphs, and compare what they leave behind. Tensors of
-    # the first step that the second one finds in attributes keep their numbers, if every step
-    # would make equal ones. The first node of the second graph with a number of its own differs.
+    # The idea: number the values of both graphs, and compare their outputs, writes and draws.
+    # Tensors of the first step that the second one reads from attributes keep their numbers, if
+    # every step would make equal ones. The first node of the second graph with a number that the
+    # first graph does not have is the one that differs.
     steps = _Steps()
     before = steps.number(first)
     steps.keep(first, inputs)
     if steps.number(second) == before:
         return
     known = {steps.numbers[node] for node in first.graph.nodes}
-    computed = (node for node in second.graph.nodes if node.op != "get_attr")
-    node = next((n for n in computed if steps.numbers[n] not in known), second.graph.output_node())
-    kept = ", ".join(f"'{name}'" for name in sorted(changed)[:8])
+    new = (n for n in second.graph.nodes if n.op != "get_attr" and steps.numbers[n] not in known)
+    node = next(new, second.graph.output_node())
+    attributes = ", ".join(f"'{name}'" for name in sorted(changed)[:8])
     module = module_of(node)
     where = f"module '{module}'" if module else "the model"
     for source in node.all_input_nodes:
@@ -124,24 +145,22 @@ def check_second_step(
         if isinstance(constant, FakeTensor):
             raise CaptureError(
                 f"{where} reads a tensor of {tuple(constant.shape)} that the step before computed "
-                f"and kept in an attribute ({kept}): make it a buffer if each step changes it, or "
-                "compute it before capture if it is a table"
+                f"and kept in an attribute ({attributes}): make it a buffer if each step changes "
+                "it, or compute it before capture if it is a table"
             )
-    why = (
-        f"because forward changes {kept}"
-        if kept
-        else "because of something that forward keeps and capture does not see, a counter or a "
-        "random generator for example"
-    )
+    if attributes:
+        reason = f"because forward changes {attributes}"
+    else:
+        reason = "because of Python state that capture does not see, such as a counter or a cache"
     raise CaptureError(
-        f"{where} computes something else in the second step (op {node.target}), {why}: a captured "
-        "step is one program. Let the model do the same in every step, or make what changes a "
-        "buffer or an argument"
+        f"{where} computes something else in the second step (op {node.target}), {reason}: a "
+        "captured step is one program. Let the model do the same in every step, or make the state "
+        "that changes a buffer or an argument"
     )
 
 
 class _Steps:
-    """The values of two steps in a row, numbered together."""
+    """The values of two consecutive steps, numbered together."""
 
     def __init__(self) -> None:
         self.numbers = ValueNumbers()
@@ -151,45 +170,54 @@ class _Steps:
         """The nodes of the first step whose tensors are the same in every step."""
 
     def number(self, module: fx.GraphModule) -> object:
-        """Number the values of a step; return the numbers of all that it leaves behind."""
+        """Number the values of a step; return the numbers of its outputs, writes and draws."""
         numbers = self.numbers
         storage: dict[fx.Node, int] = {}
         draws: list[int] = []
 
-        def as_written(node: fx.Node) -> str:
-            return f"{numbers[node]} as written by {self._last_write.get(storage.get(node, -1))}"
+        def argument(node: fx.Node) -> str:
+            # a value changes with the last write into its memory
+            last_write = self._last_write.get(storage.get(node, -1))
+            return f"{numbers[node]} as written by {last_write}"
 
         for place, node in enumerate(module.graph.nodes):
             constant = _constant(module, node)
             value = value_of(node) if constant is None else constant
             if isinstance(value, torch.Tensor):
                 storage[node] = storage_id(value)
-            if isinstance(constant, FakeTensor):
-                # only a step on fake tensors has made it: the one before
-                if (maker := self._kept.get(place_of(constant))) is not None:
-                    numbers.number_alike(node, maker)
-                else:
-                    numbers.number_alone(node)
-                continue
             if node.op == "placeholder":
                 numbers.number(node, f"input {place}")
-            elif node.op == "get_attr" and (graph := subgraph_of(node)) is not None:
-                numbers.number(node, str(graph.code))
-            elif node.op == "get_attr" and constant is not None and not constant.is_meta:
-                # by its bits: a number that forward makes a tensor of is a new tensor in each trace
-                numbers.number(node, f"constant {digest(constant)}")
             elif node.op == "get_attr":
-                numbers.number(node, f"constant without data {storage.get(node)}")
+                self._number_attribute(module, node, storage.get(node))
             elif runs_once(node):
-                numbers.number(node, f"{numbers.call(node, as_written)} draw {len(draws)}")
+                numbers.number(node, f"{numbers.call(node, argument)} draw {len(draws)}")
                 draws.append(numbers[node])
             else:
-                numbers.number(node, numbers.call(node, as_written))
+                numbers.number(node, numbers.call(node, argument))
             for target in written_arguments(node):
                 self._last_write[storage[target]] = numbers[node]
         inputs = module.graph.find_nodes(op="placeholder")
-        written = [self._last_write.get(storage[node]) for node in inputs]
-        return numbers[module.graph.output_node()], written, draws
+        writes = [self._last_write.get(storage[node]) for node in inputs]
+        return numbers[module.graph.output_node()], writes, draws
+
+    def _number_attribute(self, module: fx.GraphModule, node: fx.Node, storage: int | None) -> None:
+        """Number a constant tensor, or the graph that a higher-order op runs."""
+        constant = _constant(module, node)
+        graph = subgraph_of(node)
+        if isinstance(constant, FakeTensor):
+            # only the step before can have made it, on fake tensors
+            maker = self._kept.get(place_of(constant))
+            if maker is None:
+                self.numbers.number_alone(node)
+            else:
+                self.numbers.number_alike(node, maker)
+        elif graph is not None:
+            self.numbers.number(node, str(graph.code))
+        elif constant is not None and not constant.is_meta:
+            # by its bits: each trace makes a new tensor from a number in forward
+            self.numbers.number(node, f"constant {digest(constant)}")
+        else:
+            self.numbers.number(node, f"constant without data {storage}")
 
     def keep(self, module: fx.GraphModule, inputs: Sequence[Input]) -> None:
         """Remember which tensors of a first step are the same in every step.
@@ -199,32 +227,34 @@ class _Steps:
         placeholders = module.graph.find_nodes(op="placeholder")
         values = {n: value_of(n) for n in module.graph.nodes}
         storage = {n: storage_id(v) for n, v in values.items() if isinstance(v, torch.Tensor)}
+        # the nodes whose values differ between steps, and the storages that they are in
         varying: set[fx.Node] = set()
         for spec, nodes in with_parts(inputs, placeholders):
             is_written = any(storage[node] in self._last_write for node in nodes)
             if spec.kind is not InputKind.BUFFER or is_written:
                 varying.update(nodes)
-        changing = {storage[node] for node in varying}
+        varying_storages = {storage[node] for node in varying}
         for node in module.graph.nodes:
             sources = node.all_input_nodes
             if (
                 node in varying
                 or runs_once(node)
                 or not varying.isdisjoint(sources)
-                or not changing.isdisjoint(storage.get(source) for source in sources)
+                or not varying_storages.isdisjoint(storage.get(source) for source in sources)
             ):
                 varying.add(node)
                 touched = (node, *written_arguments(node))
-                changing.update(storage[n] for n in touched if n in storage)
-        # the next step finds its inputs as this one did, and the tensors that are kept as written
+                varying_storages.update(storage[n] for n in touched if n in storage)
+        # the second step begins with the inputs of the first, and with kept tensors as written
         for node in placeholders:
             self._last_write.pop(storage[node], None)
         for node in storage:
-            if storage[node] not in changing:
+            if storage[node] not in varying_storages:
                 self._kept[place_of(values[node])] = node
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    """Return the constant tensor that a node reads, None for any other node."""
     constant = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return constant if isinstance(constant, torch.Tensor) else None
 

@@ -1,7 +1,7 @@
-"""Side effects of a step that no graph records, found while the step is traced.
+"""Refuse side effects of a step that no graph records, while the step is traced.
 
-A graph computes outputs from inputs. What a step does beside that would happen once, at capture,
-and never again: it is refused with the line of the user's code and the remedy.
+A graph computes outputs from inputs. Any other effect of a step would happen once, at capture, and
+never again. Errors show the line of the user's code and the remedy.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from graph_trainer.errors import CaptureError
 _INSTALLED = ("site-packages", "dist-packages")
 REVIEWED = ("torchtitan", "transformers")
 """Packages whose models, as they are installed, are known to keep no state in a step."""
+_UNKNOWN_HOLDER = "an object that Python does not show"
 # Frames of torch and of this package are not the user's code.
 _LIBRARIES = tuple(
     f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[3])
@@ -45,13 +46,13 @@ _LIBRARIES = tuple(
 
 
 class SideEffects(TorchDispatchMode):
-    """Refuse ops whose effect a graph would lose, and remember the fake tensors that ops make."""
+    """Refuse ops whose effect a graph would lose, and list the fake tensors that ops return."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, made: list[weakref.ref[torch.Tensor]]) -> None:
+    def __init__(self, results: list[weakref.ref[torch.Tensor]]) -> None:
         super().__init__()
-        self._made = made
+        self._results = results
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,20 +65,21 @@ class SideEffects(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, FakeTensor):
-                self._made.append(weakref.ref(tensor))
+                self._results.append(weakref.ref(tensor))
         return result
 
     def _check(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if op.namespace == IN_PLACE_NAMESPACE:
             raise CaptureError(
-                f"{op._opname} of torch.distributed is called{user_line()}: it writes its result "
-                "into a tensor while the step goes on, which no graph records. Call the function "
-                "of torch.distributed._functional_collectives that returns its result instead"
+                f"the step calls {op._opname} of torch.distributed{user_line()}, which writes its "
+                "result into a tensor while the step goes on, and a graph does not record that. "
+                "Call the function of torch.distributed._functional_collectives that returns its "
+                "result instead"
             )
         if op is torch.ops.aten.mkldnn_rnn_layer_backward.default:
             raise CaptureError(
-                "oneDNN's LSTM hands its backward a workspace that fake tensors do not have: run "
-                "capture and steps within torch.backends.mkldnn.flags(enabled=False)"
+                "oneDNN's LSTM passes a workspace to its backward that fake tensors do not have: "
+                "run capture and steps within torch.backends.mkldnn.flags(enabled=False)"
             )
         if not may_write(op):
             return
@@ -86,8 +88,8 @@ class SideEffects(TorchDispatchMode):
                 raise CaptureError(
                     f"{op} writes{user_line()} into a tensor of {tuple(tensor.shape)} "
                     f"{tensor.dtype} that is neither a parameter or buffer of the model nor in "
-                    "the batch: it would be written once, now, and never by a later step. "
-                    "Register it as a buffer of the model"
+                    "the batch: capture would write it once, and later steps never. Register it "
+                    "as a buffer of the model"
                 )
 
 
@@ -99,17 +101,17 @@ class Assignments(TorchFunctionMode):
     ) -> Any:
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
-                f".data of a tensor is assigned{user_line()}, which no graph records. Write in "
-                "place with copy_ under torch.no_grad(), or make a new tensor"
+                f"the step assigns .data of a tensor{user_line()}, which a graph does not record. "
+                "Write in place with copy_ under torch.no_grad(), or make a new tensor"
             )
         return func(*args, **(kwargs or {}))
 
 
 def refuse_uninitialised(graph: fx.Graph) -> None:
-    """Refuse a read of memory that nothing has written. Linear in nodes.
+    """Refuse a read of memory that no op has written. Linear in nodes.
 
-    Checkpointing can cause one: it stops a recomputation as soon as it has what backward needs, by
-    shape, before the op that would write into it.
+    Checkpointing can cause one: it stops a recomputation as soon as all tensors that backward needs
+    exist, even if the op that would write one of them has not run.
 
     Raises:
         CaptureError: with the op that reads.
@@ -126,13 +128,13 @@ def refuse_uninitialised(graph: fx.Graph) -> None:
             if isinstance(value, torch.Tensor) and (has_data_sizes(value) or value.numel()):
                 empty.add(storages[node])
         elif storages[node] not in empty and not name.endswith("_like") and "new_" not in name:
-            for read in node.all_input_nodes:
-                if storages[read] in empty and name in ("_to_copy", "clone"):
+            for source in node.all_input_nodes:
+                if storages[source] in empty and name in ("_to_copy", "clone"):
                     empty.add(storages[node])  # a copy, which may be filled later
-                elif storages[read] in empty:
+                elif storages[source] in empty:
                     raise CaptureError(
                         f"{node.target} (module '{module_of(node)}') reads memory of an empty "
-                        "tensor that nothing has written, in eager too: fill it first. If a "
+                        "tensor that no op has written, in eager too: fill it first. If a "
                         "checkpointed block draws its noise into it, leave the block out of "
                         "checkpointing, or use torch.utils.checkpoint.set_checkpoint_early_stop"
                         "(False)"
@@ -149,8 +151,8 @@ def refuse_sparse(graph: fx.Graph) -> None:
         for tensor in tensors_of(node):
             if tensor.layout is not torch.strided:
                 raise CaptureError(
-                    f"{node.target} (module '{module_of(node)}') makes a sparse tensor; a graph "
-                    "has dense ones only: compute with dense tensors"
+                    f"{node.target} (module '{module_of(node)}') makes a sparse tensor, and a "
+                    "graph has dense tensors only: compute with dense ones"
                 )
 
 
@@ -176,26 +178,27 @@ def is_installed_file(file: str) -> bool:
 
 
 def is_reviewed_file(file: str) -> bool:
-    """Return whether a file of Python code is torch's, this package's, or of a package whose models
-    keep no state; a package of the user's own is not, though it may be installed."""
+    """Return whether a file of Python code is torch's, this package's, or of an installed package
+    in `REVIEWED`. Other installed packages may be the user's own."""
     folders = pairwise(Path(file).parts)
-    of_package = any(above in _INSTALLED and name in REVIEWED for above, name in folders)
+    of_package = any(parent in _INSTALLED and name in REVIEWED for parent, name in folders)
     return is_library_file(file) or of_package
 
 
-def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
-    """Refuse a step that has stored a tensor of its trace somewhere outside of the model.
+def refuse_leftovers(results: Sequence[weakref.ref[torch.Tensor]]) -> None:
+    """Refuse a step that has stored a tensor of its trace outside of the model.
 
     Args:
-        made: the fake tensors that the trace made; nothing of the trace refers to them any more.
+        results: the fake tensors that the ops of the trace returned. The trace itself must not
+            refer to them any more.
 
     Raises:
-        CaptureError: with the object that holds one.
+        CaptureError: with the object that stores one.
     """
-    if not any(ref() is not None for ref in made):
+    if not any(ref() is not None for ref in results):
         return
     gc.collect()
-    for ref in made:
+    for ref in results:
         tensor = ref()
         if tensor is not None:
             raise kept_tensor(tensor, f"{_holder(tensor)}, which must be cleared now")
@@ -204,18 +207,24 @@ def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
 def kept_tensor(tensor: torch.Tensor, where: str) -> CaptureError:
     """Return the error for a tensor of the trace that the step keeps outside of the model."""
     return CaptureError(
-        f"the step keeps a tensor of {tuple(tensor.shape)} {tensor.dtype} in {where}: it would be "
-        "made once, while the step is captured, without data, and read by whatever reads it "
-        "later. Let the step return it through the loss function, make it a buffer of the model, "
-        "or compute it before the step"
+        f"the step keeps a tensor of {tuple(tensor.shape)} {tensor.dtype} in {where}. Capture "
+        "makes this tensor once and without data, and later code would read it. Let the step "
+        "return it through the loss function, make it a buffer of the model, or compute it before "
+        "the step"
     )
 
 
 def _holder(value: object, ignored: tuple[object, ...] = ()) -> str:
-    """Describe what refers to an object, as well as Python can tell."""
+    """Describe an object that refers to a value, as far as Python shows it.
+
+    Looks through containers, at most four levels deep. `ignored` are the lists of referrers, which
+    refer to the value too.
+    """
     referrers = gc.get_referrers(value)
     ignored = (*ignored, referrers)
-    for referrer in referrers if len(ignored) < 5 else ():
+    if len(ignored) == 5:
+        return _UNKNOWN_HOLDER
+    for referrer in referrers:
         if isinstance(referrer, FrameType) or _key(dict(enumerate(ignored)), referrer) is not None:
             continue
         if isinstance(referrer, functools._lru_cache_wrapper):
@@ -234,12 +243,15 @@ def _holder(value: object, ignored: tuple[object, ...] = ()) -> str:
         if isinstance(referrer, (list, tuple, set)):
             return f"a {type(referrer).__name__}, {_holder(referrer, ignored)}"
         name = _key(getattr(referrer, "__dict__", {}), value)
-        return f"{f'attribute {name!r} of ' if name else ''}a {type(referrer).__name__}"
-    return "an object that Python does not show"
+        if name is not None:
+            return f"attribute {name!r} of a {type(referrer).__name__}"
+        return f"a {type(referrer).__name__}"
+    return _UNKNOWN_HOLDER
 
 
-# A loop, since a generator expression would refer to the value by a cell of its own.
 def _key(entries: dict[Any, Any], value: object) -> object:
+    """Return the key of a value, None if there is none."""
+    # a loop: the cell of a generator expression would refer to the value too
     for key, entry in entries.items():
         if entry is value:
             return key

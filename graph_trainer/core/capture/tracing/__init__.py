@@ -1,4 +1,4 @@
-"""Tracing: one run of a step on fake tensors becomes a flat graph with annotated nodes.
+"""Tracing: run a step once on fake tensors, and return a flat graph with annotated nodes.
 
-Nothing here knows that layers repeat, or compares one trace with another.
+Repeated layers, and comparing one trace with another, belong to other packages.
 """

@@ -1,9 +1,10 @@
-"""Where the symbols of a graph come from: counts that ranks exchange before they send so many rows.
+"""Where the symbols of a graph come from: counts that ranks exchange before they send rows.
 
-Rows go to other ranks by an all-to-all whose splits are numbers that `.tolist()` read. They are not
-known when the step is captured. The graph shows that all members expect what the others send: the
-rows that a rank sends are sums of the counts that it gave an all-to-all of equal parts on the same
-group, and the rows that it receives are sums of the counts that this all-to-all returned.
+Ranks send rows by an all-to-all whose splits are numbers that `.tolist()` read, which are not known
+when the step is captured. The graph must show that all ranks expect what the others send. The
+counts are exchanged by another all-to-all, of equal parts and on the same group: the rows that a
+rank sends are sums of the counts that it sent, and the rows that it receives are sums of the counts
+that it received.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _COPIES = (aten._to_copy.default, aten.clone.default)
 def trace_counts(graph: fx.Graph) -> None:
     """Mark each all-to-all of data-dependent splits with the exchange of their counts.
 
-    Also set the expected value and the bound of every symbol: an equal share of the rows that a
-    rank sends, and all of these rows. Linear in nodes.
+    Also set the expected value of every symbol, an equal share of the rows that a rank sends, and
+    its bound, all of these rows. Linear in nodes.
 
     Raises:
         CaptureError: a number that the step reads from a tensor is not a split of an all-to-all, or
@@ -52,57 +53,70 @@ def trace_counts(graph: fx.Graph) -> None:
         return
     exchanges: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        sent, received = (argument(node, f"{side}_split_sizes") for side in ("input", "output"))
+        sent = argument(node, "input_split_sizes")
+        received = argument(node, "output_split_sizes")
         if not argument_nodes([sent, received]):
             continue
-        exchange, backwards = _exchange_of(node, sent, received)
+        exchange, returns_rows = _exchange_of(node, sent, received)
         number = exchanges.setdefault(exchange, len(exchanges))
-        annotate_node(node, annotation(counts=f"{number} back" if backwards else f"{number}"))
+        annotate_node(node, annotation(counts=f"{number} back" if returns_rows else f"{number}"))
         rows = tensor_of(argument(node, "input")).shape[0]
-        for splits in (sent, received):
-            _expect(splits, rows)
-        own = sent if backwards else received
-        sizes = value_of(own[0]).node.shape_env
+        _expect(sent, rows)
+        _expect(received, rows)
+        # the rows that this rank receives from the others, or has received when it returns them
+        local = sent if returns_rows else received
+        sizes = value_of(local[0]).node.shape_env
         if number == len(sizes.exchanges):
-            read = tuple(value_of(each).node.expr for each in own)
-            sizes.exchanges.append(Exchange(module_of(exchange) or "", read))
+            local_symbols = tuple(value_of(split).node.expr for split in local)
+            sizes.exchanges.append(Exchange(module_of(exchange) or "", local_symbols))
     for node in symbols:
         size = value_of(node)
         if size.node.expr not in size.node.shape_env.expected:
             raise CaptureError(
                 f"the step reads a tensor's value into Python (node {node.name} in module "
-                f"'{module_of(node)}'), by .item() or .tolist(), and there are no values while it "
-                "is captured: compute with tensors. Only numbers of rows that ranks exchange and "
-                "then send by an all-to-all may be read"
+                f"'{module_of(node)}'), by .item() or .tolist(), and tensors have no values during "
+                "capture: compute with tensors. Only numbers of rows that ranks exchange and then "
+                "send by an all-to-all may be read"
             )
 
 
 def _exchange_of(node: fx.Node, sent: Any, received: Any) -> tuple[fx.Node, bool]:
     """Return the all-to-all that exchanged the counts of a node, and whether the node returns rows.
 
-    To return rows, a rank sends as many as it has received by the counts.
+    A rank that returns rows sends as many as it has received by the counts.
     """
-    sent_counts, received_counts = _summed(sent), _summed(received)
+    sent_counts = _counts(sent)
+    received_counts = _counts(received)
     if sent_counts is not None and received_counts is not None:
-        directions = ((sent_counts, received_counts), (received_counts, sent_counts))
-        for backwards, (gave, got) in enumerate(directions):
-            exchange = _exchanged(got)
-            if (
-                exchange is not None
-                and argument(exchange, "group_name") == argument(node, "group_name")
-                and _base(argument(exchange, "input")) is _base(gave)
-                and tensor_of(gave).shape == tensor_of(got).shape
-            ):
-                return exchange, bool(backwards)
+        group = argument(node, "group_name")
+        exchange = _exchange_between(sent_counts, received_counts, group)
+        if exchange is not None:
+            return exchange, False
+        exchange = _exchange_between(received_counts, sent_counts, group)
+        if exchange is not None:
+            return exchange, True
     raise CaptureError(
         f"node {node.name} in module '{module_of(node)}' is an all-to-all whose splits are numbers "
-        "read from tensors, and nothing shows that the other ranks expect as many rows: exchange "
-        "the counts by an all-to-all of equal parts on the same group, and take the sums over each "
-        "rank's part, of what was given and of what came, as splits"
+        "read from tensors, and the graph does not show that the other ranks expect as many rows: "
+        "exchange the counts by an all-to-all of equal parts on the same group, and use as splits "
+        "the sums of the counts for each rank, of those sent and of those received"
     )
 
 
-def _summed(splits: Any) -> fx.Node | None:
+def _exchange_between(sent: fx.Node, received: fx.Node, group: object) -> fx.Node | None:
+    """Return the all-to-all on a group that sent some counts and received others, if any."""
+    exchange = _exchange_of_equal_parts(received)
+    if (
+        exchange is not None
+        and argument(exchange, "group_name") == group
+        and _base(argument(exchange, "input")) is _base(sent)
+        and tensor_of(sent).shape == tensor_of(received).shape
+    ):
+        return exchange
+    return None
+
+
+def _counts(splits: Any) -> fx.Node | None:
     """Return the counts [ranks, ...] if the splits are the sums of its rows, in order."""
     source: Any = None
     for place, node in enumerate(splits):
@@ -123,20 +137,22 @@ def _summed(splits: Any) -> fx.Node | None:
     return counts if tensor_of(counts).shape[0] == len(splits) else None
 
 
-def _exchanged(counts: fx.Node) -> fx.Node | None:
+def _exchange_of_equal_parts(counts: fx.Node) -> fx.Node | None:
     """Return the all-to-all of equal parts that returned the counts."""
     base = _base(counts, through_waits=True)
     kind = collective_kind(base)
     if kind is None or "all_to_all_single" not in kind.ops:
         return None
-    splits = argument(base, "input_split_sizes"), argument(base, "output_split_sizes")
     ranks = tensor_of(counts).shape[0]
-    equal = [tensor_of(argument(base, "input")).shape[0] // ranks] * ranks
-    return base if all(list(each) == equal for each in splits) else None
+    equal_parts = [tensor_of(argument(base, "input")).shape[0] // ranks] * ranks
+    for name in ("input_split_sizes", "output_split_sizes"):
+        if list(argument(base, name)) != equal_parts:
+            return None
+    return base
 
 
 def _base(node: Any, *, through_waits: bool = False) -> fx.Node:
-    """Return what made the numbers of a node, in the same order."""
+    """Return the node that made the numbers of a node, in the same order."""
     while True:
         source = node.args[0] if node.target in _COPIES else aliased_input(node)
         if source is None or (is_wait(node) and not through_waits):
@@ -152,9 +168,10 @@ def _expect(splits: Any, rows: int | torch.SymInt) -> None:
     """
     sizes = value_of(splits[0]).node.shape_env
     assert isinstance(sizes, DataSizes)
-    for place, node in enumerate(splits):
+    for rank, node in enumerate(splits):
         symbol = value_of(node).node.expr
         if symbol not in sizes.expected:
-            ranks, number = len(splits), expected(rows)
-            sizes.expected[symbol] = number // ranks + (place < number % ranks)
-            sizes.bounds[symbol] = number
+            total = expected(rows)
+            share, rest = divmod(total, len(splits))
+            sizes.expected[symbol] = share + 1 if rank < rest else share
+            sizes.bounds[symbol] = total

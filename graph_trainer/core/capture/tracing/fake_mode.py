@@ -20,9 +20,9 @@ aten = torch.ops.aten
 def fake_mode() -> FakeTensorMode:
     """Return a mode of fake tensors for a trace.
 
-    A whole number that is read from a tensor is a symbol. A view that the strides of a fake kernel
-    do not allow has a result all the same, for a real kernel may have others: `let_views_copy`
-    makes a reshape of it.
+    A whole number that is read from a tensor is a symbol. A view that the strides of a fake result
+    do not allow copies instead of failing, because a real kernel may give other strides:
+    `let_views_copy` makes it a reshape.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = mode.dispatch
@@ -33,7 +33,7 @@ def fake_mode() -> FakeTensorMode:
             (tensor,) = args
             if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
                 raise DataDependentOutputException(func)
-            # only now: a mode that has symbols from the beginning gives them to all sizes
+            # not earlier: a mode that has symbols from the beginning gives them to all sizes
             if mode.shape_env is None:
                 mode.shape_env = DataSizes()
         if func is not aten.view.default or args[0].is_contiguous():

@@ -17,42 +17,41 @@ from graph_trainer.core.graph.ops import aten, collective_kind, is_wait, written
 def find_fsdp_roles(joint: JointGraph) -> None:
     """Annotate the unshards and gradient reductions of a graph without SimpleFSDP.
 
-    An all-gather is an unshard when its input reaches exactly one parameter through
-    single-input ops; a reduction is a gradient's when its result reaches exactly one gradient
-    output through single-input ops. Padding counts as a single-input op: it concatenates a shard
-    with zeros of its shape. Nodes between the parameter and its gather, a cast or that padding,
-    are part of the unshard. A node that has a role keeps it. Linear in nodes.
+    An all-gather is an unshard if its input follows from exactly one parameter through single-input
+    ops. A reduction reduces a gradient if its result leads to exactly one gradient output through
+    single-input ops. Padding counts as a single-input op: it concatenates a shard with zeros of its
+    shape. Nodes between the parameter and its gather, a cast or that padding, are part of the
+    unshard. A node that has a role keeps it. Linear in nodes.
     """
 
-    def is_one_form(node: fx.Node) -> bool:
-        # a cast, a view or padding, which is its input in another form
+    def is_single_input(node: fx.Node) -> bool:
         inputs = node.all_input_nodes
         return not written_arguments(node) and (len(inputs) == 1 or node.target is aten.cat.default)
 
     def is_read_once(node: fx.Node) -> bool:
-        # the only reader reads nothing else, or is the output
+        # the only reader has no other input, or is the output
         reader, *others = node.users
         return not others and (reader.op == "output" or len(reader.all_input_nodes) == 1)
 
-    parameter = computed_from_one_parameter(joint, is_one_form)
+    parameter = computed_from_one_parameter(joint, is_single_input)
     gradient = leading_to_one_gradient(joint, is_read_once)
     seen: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        source = node.all_input_nodes[0] if is_wait(node) else node
-        kind = collective_kind(source)
+        collective = node.all_input_nodes[0] if is_wait(node) else node
+        kind = collective_kind(collective)
         if kind is None:
             continue
-        if kind.result is Result.GATHERED and source in parameter:
+        if kind.result is Result.GATHERED and collective in parameter:
             # the gather or its wait, and the nodes from the placeholder to it
             stack = [node]
             while stack:
-                node = stack.pop()
-                if node.op == "call_function" and node not in seen:
-                    seen.add(node)
-                    _mark(node, Role.UNSHARD, parameter[node])
-                    stack += node.all_input_nodes
-        elif kind.reduces and source in gradient:
-            _mark(node, Role.REDUCE_GRAD, gradient[source])
+                part = stack.pop()
+                if part.op == "call_function" and part not in seen:
+                    seen.add(part)
+                    _mark(part, Role.UNSHARD, parameter[part])
+                    stack += part.all_input_nodes
+        elif kind.reduces and collective in gradient:
+            _mark(node, Role.REDUCE_GRAD, gradient[collective])
 
 
 def _mark(node: fx.Node, role: Role, parameter: str | None) -> None:

@@ -16,26 +16,27 @@ from graph_trainer.errors import CaptureError
 
 @dataclass(slots=True)
 class ModelState:
-    """The model's tensors, each once, with every name it has."""
+    """The model's tensors, each once, with all of its names."""
 
     tensors: list[torch.Tensor]
     inputs: list[Input]
 
-    def parted(self, ids: Set[int]) -> tuple[ModelState, ModelState]:
-        """Return the tensors without those of some ids, and these, each in their order."""
-        parts = ModelState([], []), ModelState([], [])
+    def split(self, ids: Set[int]) -> tuple[ModelState, ModelState]:
+        """Return the tensors without those that have one of the ids, then those that have one."""
+        without = ModelState([], [])
+        selected = ModelState([], [])
         for tensor, spec in zip(self.tensors, self.inputs, strict=True):
-            part = parts[id(tensor) in ids]
+            part = selected if id(tensor) in ids else without
             part.tensors.append(tensor)
             part.inputs.append(spec)
-        return parts
+        return without, selected
 
 
 def state_of(model: nn.Module) -> ModelState:
     """List parameters, then buffers, each tensor once under its first name.
 
     Raises:
-        CaptureError: a tensor that no graph can hold, or a module that is not in Python.
+        CaptureError: a tensor that is not dense, or a module of torch.jit.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -43,16 +44,20 @@ def state_of(model: nn.Module) -> ModelState:
                 f"module '{clean_fqn(name)}' is scripted or traced by torch.jit, which hides its "
                 "operators: capture the Python module that it was made of"
             )
-    known: dict[int, tuple[InputKind, torch.Tensor, list[str]]] = {}
-    for kind, named in (
+    names: dict[int, list[str]] = {}  # by id of a tensor
+    kinds: dict[int, InputKind] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for kind, named_tensors in (
         (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
         (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
     ):
-        for name, tensor in named:
-            known.setdefault(id(tensor), (kind, tensor, []))[2].append(clean_fqn(name))
-    state = ModelState([], [])
-    for kind, tensor, (name, *aliases) in known.values():
+        for name, tensor in named_tensors:
+            kinds.setdefault(id(tensor), kind)
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(clean_fqn(name))
+    inputs = []
+    for key, tensor in tensors.items():
+        name, *aliases = names[key]
         _, layout = unwrap(tensor, name)
-        state.tensors.append(tensor)
-        state.inputs.append(Input(kind, name, layout, tensor.requires_grad, tuple(aliases)))
-    return state
+        inputs.append(Input(kinds[key], name, layout, tensor.requires_grad, tuple(aliases)))
+    return ModelState(list(tensors.values()), inputs)

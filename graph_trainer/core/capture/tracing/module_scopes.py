@@ -1,7 +1,7 @@
-"""Write the running phase and module onto every node while a step is traced.
+"""Annotate every node with the running phase and module while a step is traced.
 
-Forward: hooks on every module push and pop its FQN. Backward: an autograd node has the sequence
-number that it got in forward, by which the FQN that was current then is looked up.
+In forward, hooks on every module push and pop its FQN. In backward, an autograd node has the
+sequence number that it got in forward, which leads to the FQN that was current then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graph_trainer.core.torch_private import (
 from graph_trainer.errors import CaptureError
 
 LOSS_MODULE = "loss"
-"""The module name of what the loss function does outside of any module."""
+"""The module name of ops that the loss function runs outside of any module."""
 
 
 class Scopes:
@@ -34,14 +34,17 @@ class Scopes:
 
     def __init__(self) -> None:
         self._starts: list[int] = []
+        """Autograd's sequence number at each change of the current module."""
         self._modules: list[str] = []
+        """The current module from each of these numbers on."""
         self._module = LOSS_MODULE
         self._failed: str | None = None
         self._stack: list[tuple[str, dict[str, Any]]] = []
+        """The modules around the current one, with the annotations that were current there."""
 
     @contextlib.contextmanager
     def trace(self, model: nn.Module) -> Iterator[None]:
-        """Annotate everything that runs inside; hooks are gone from `model` afterwards."""
+        """Annotate everything that runs inside. Removes its hooks from `model` at the end."""
         with preserve_node_meta(), contextlib.ExitStack() as hooks:
             names = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
             for module, name in names.items():
@@ -58,7 +61,7 @@ class Scopes:
         """Annotate the backward of `roots` that runs inside."""
         nodes = _walk(roots)
         if any(node.name().removesuffix("Backward") == "CheckpointFunction" for node in nodes):
-            # calls backward() inside backward: autograd.grad returns no gradient for its parameters
+            # it calls backward() inside backward, and autograd.grad returns no gradients of that
             raise CaptureError(
                 "the model uses torch.utils.checkpoint with use_reentrant=True, whose gradients a "
                 "captured step would lose: pass use_reentrant=False"
@@ -70,7 +73,7 @@ class Scopes:
             yield
 
     def failed_module(self) -> str:
-        """Return the FQN of the innermost module whose forward raised, else of the running one."""
+        """Return the FQN of the innermost module whose forward raised, else of the current one."""
         return self._module if self._failed is None else self._failed
 
     def _enter(self, fqn: str, *_: Any) -> None:
@@ -83,7 +86,7 @@ class Scopes:
         self._remember(fqn)
 
     def _leave(self, fqn: str, *inputs_and_output: Any) -> None:
-        # torch calls this with no output when forward raised; the innermost comes first
+        # torch calls this without an output when forward raised, the innermost module first
         output = inputs_and_output[-1]
         if self._failed is None and output is None and sys.exc_info()[1] is not None:
             self._failed = fqn
@@ -96,7 +99,8 @@ class Scopes:
         module = self._modules[max(position, 0)]
 
         def enter(_: tuple[Any, ...]) -> None:
-            self._module, self._failed = module, None
+            self._module = module
+            self._failed = None
             self._write(annotation(phase=Phase.BACKWARD, module=module))
 
         return enter
@@ -115,12 +119,12 @@ def _walk(roots: tuple[torch.Tensor, ...]) -> list[Any]:
     """List every autograd node that backward of `roots` runs; autograd.grad runs no leaves."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)
-    parts = []
+    nodes = []
     while stack:
         node = stack.pop()
-        parts.append(node)
+        nodes.append(node)
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
-    return [node for node in parts if node.name() != "torch::autograd::AccumulateGrad"]
+    return [node for node in nodes if node.name() != "torch::autograd::AccumulateGrad"]

@@ -1,4 +1,4 @@
-"""Regions of a model whose activations the model itself wants in host memory."""
+"""Regions of a model whose activations the model itself marks to be kept in host memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from graph_trainer.core.graph.ops import is_wait, storages_in, value_storages
 
 @contextlib.contextmanager
 def offload() -> Iterator[None]:
-    """Keep what a model computes inside for backward in host memory, once the step is captured.
+    """Keep activations that a model computes inside in host memory until backward.
 
-    It is the model's own offload tag, which no activation policy overrides; the pass
-    `offload_activations` acts on it, and says what stays on the device and why. Without effect on
-    a model that is not captured, and on gathered parameters. For use in a model's forward.
+    For use in a model's forward. Tags nodes of a captured step, and no activation policy overrides
+    the tag. The pass `offload_activations` acts on it, and reports what stays on the device and
+    why. Without effect on a model that is not captured, and on gathered parameters.
 
     Example::
 
@@ -39,7 +39,7 @@ def offload() -> Iterator[None]:
 
 
 def tag_offload_regions(joint: JointGraph) -> None:
-    """Tag what forward allocated inside of `offload()`, but for parameters. Linear in nodes."""
+    """Tag what forward allocated inside `offload()`, without parameters. Linear in nodes."""
     inside = [
         node
         for node in joint.graph.nodes

@@ -5,10 +5,10 @@ so that dropout drops the same values. A graph has no such state: a repeated dra
 other numbers, so it reuses the values of the first draw.
 """
 
-# The idea: fake ops draw nothing, so during capture the generator's state is free to count. Its
-# seed is a mark of ours, the number of draws so far, and moves on with every random op. Where
+# The idea: fake ops draw nothing, so during capture the generator's state can count draws instead.
+# Its seed is a mark, which counts the draws so far and increases with every random op. When
 # checkpointing restores the state, the seed is an earlier mark again: a draw whose mark has been
-# drawn before repeats that draw. The mark is noted on the node of the trace; afterwards
+# drawn before repeats that draw. The mark is written on the node of the trace; afterwards
 # `share_repeated_draws` replaces each repeated draw by the values of the first. So later draws keep
 # their position in the random stream of the step, as in eager.
 
@@ -18,7 +18,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -29,13 +29,13 @@ from graph_trainer.core.graph.annotations import copy_annotations, module_of, te
 from graph_trainer.core.graph.ops import (
     OpOverload,
     draws,
+    inner_nodes,
     is_random,
     schema_of,
-    subgraphs,
     written_arguments,
 )
 from graph_trainer.core.graph.value_numbers import ValueNumbers
-from graph_trainer.core.graph.writes import writes_of
+from graph_trainer.core.graph.writes import Writes, writes_of
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import CaptureError
 
@@ -44,38 +44,50 @@ from graph_trainer.errors import CaptureError
 _FIRST_MARK = 0x6772_6170_6800_0000
 _PER_DRAW = 1 << 20
 
-# Checkpointing and autograd put them between a tensor and its reader, or leave them out.
+# Checkpointing and autograd insert these between a tensor and its reader, or leave them out.
 _SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
-# Keys that torch.fx.traceback.annotate writes on a node; removed when capture ends.
-_CUSTOM, _DRAW, _RUN_AGAIN = "custom", "random_draw", "run_again"
+_CUSTOM = "custom"  # torch.fx.traceback.annotate writes here
+# Keys of annotations; removed when capture ends.
+_DRAW = "random_draw"
+_REPEATED_OP = "run_again"
+
+
+class _Draw(NamedTuple):
+    """The first draw from a mark."""
+
+    call: str
+    next_mark: int
+    """The mark after it."""
 
 
 class RandomDraws(TorchDispatchMode):
-    """Write onto every random node of a trace on fake tensors which draw of the step it is.
+    """Number the draws of a step: annotate every random node of a trace with the mark of its draw.
 
-    The generator's state from before the trace is restored at the end. Draws within the subgraphs
-    of a higher-order op are not seen here: the op is marked only where it is run again.
+    Restores the generator's state at the end. Draws within the subgraphs of a higher-order op are
+    not dispatched here: such an op is annotated only if it is repeated.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._drawn: dict[int, tuple[object, int]] = {}
+        self._drawn: dict[int, _Draw] = {}
+        """By mark."""
         self._next_mark = _FIRST_MARK
         self._higher_order: set[int] = set()
+        """The seeds at which higher-order ops ran."""
 
     def __enter__(self) -> RandomDraws:
         self._state_before = torch.get_rng_state()
-        self._move_to(_FIRST_MARK)
+        self._set_seed(_FIRST_MARK)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         try:
             if error[0] is None:
-                self._place()
+                self._seed()  # refuses a seed that the step has set after its last draw
         finally:
             torch.set_rng_state(self._state_before)
 
@@ -84,59 +96,61 @@ class RandomDraws(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            # the low bits count higher-order ops: one that comes to a place again is run again
-            place = self._place()
-            is_run_again = place in self._higher_order
-            self._higher_order.add(place)
-            self._move_to(place + 1)
-            with annotate({_RUN_AGAIN: True}) if is_run_again else contextlib.nullcontext():
+            # the low bits count higher-order ops: one at a seed that was there before is repeated
+            seed = self._seed()
+            is_repeated = seed in self._higher_order
+            self._higher_order.add(seed)
+            self._set_seed(seed + 1)
+            with annotate({_REPEATED_OP: True}) if is_repeated else contextlib.nullcontext():
                 return func(*args, **kwargs)
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        place = self._place()
+        seed = self._seed()
         generators = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
-        # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
-        if any(generator.initial_seed() != place for generator in generators):
+        # The dispatcher passes a new wrapper of the default generator: its seed identifies it.
+        if any(generator.initial_seed() != seed for generator in generators):
             raise CaptureError(
-                f"{func} draws{user_line()} from a generator of the step's or the model's, whose "
-                "state a graph does not replay: draw from torch's default generator, or pass the "
+                f"{func} draws{user_line()} from a generator of the step or the model, and a graph "
+                "does not replay its state: draw from torch's default generator, or pass the "
                 "numbers in the batch"
             )
         # the high bits count draws: a mark that has been drawn is a repetition
-        mark = place // _PER_DRAW * _PER_DRAW
+        mark = seed - seed % _PER_DRAW
         call = _described(func, args, kwargs)
         if mark not in self._drawn:
             self._next_mark += _PER_DRAW
-            self._drawn[mark] = (call, self._next_mark)
-        elif self._drawn[mark][0] != call:
+            self._drawn[mark] = _Draw(call, self._next_mark)
+        draw = self._drawn[mark]
+        if draw.call != call:
             raise CaptureError(
-                f"{func} draws random numbers{user_line()} from a state of the generator that "
-                f"was restored, where another call drew before: {self._drawn[mark][0]}, now "
-                f"{call}. What is recomputed must draw as forward did"
+                f"{func} draws random numbers{user_line()} from a restored state of the generator, "
+                f"from which another call drew before: {draw.call}, now {call}. A recomputation "
+                "must draw as forward did"
             )
-        self._move_to(self._drawn[mark][1])
+        self._set_seed(draw.next_mark)
         with annotate({_DRAW: mark}):
             return func(*args, **kwargs)
 
-    def _place(self) -> int:
-        place = torch.random.default_generator.initial_seed()
-        if not _FIRST_MARK <= place < self._next_mark + _PER_DRAW:
+    def _seed(self) -> int:
+        """Return the generator's seed, which is a mark unless the step has set it."""
+        seed = torch.random.default_generator.initial_seed()
+        if not _FIRST_MARK <= seed < self._next_mark + _PER_DRAW:
             raise CaptureError(
-                f"the step seeds the random generator (found{user_line() or ' at its end'}), which "
+                f"the step seeds the random generator (seen{user_line() or ' at its end'}), which "
                 "a graph does not: seed before the step, or draw the numbers there"
             )
-        return place
+        return seed
 
-    def _move_to(self, mark: int) -> None:
-        torch.random.default_generator.manual_seed(mark)
+    def _set_seed(self, seed: int) -> None:
+        torch.random.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def refuse_draws_of_python() -> Iterator[None]:
-    """Refuse a step that draws from Python's or NumPy's generator; their states are restored.
+    """Refuse a step that draws from Python's or NumPy's generator, and restore their states.
 
     Raises:
-        CaptureError: at the end, where a state has changed.
+        CaptureError: at the end, if a state has changed.
     """
     numpy = sys.modules.get("numpy")
     before = random.getstate()
@@ -152,8 +166,8 @@ def refuse_draws_of_python() -> Iterator[None]:
             numpy.random.set_state(before_numpy)
     if drawn:
         raise CaptureError(
-            "the step draws random numbers from Python's or NumPy's generator, once, now, and "
-            "never in a later step: draw with torch, or pass the numbers in the batch"
+            "the step draws random numbers from Python's or NumPy's generator. Capture would draw "
+            "them once, and later steps never: draw with torch, or pass the numbers in the batch"
         )
 
 
@@ -167,8 +181,9 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
             return f"{tuple(value.shape)} {value.dtype}{strides}"
         return "default generator" if isinstance(value, torch.Generator) else repr(value)
 
-    given = [*map(text, args), *(f"{name}={text(value)}" for name, value in kwargs.items())]
-    return f"{func}({', '.join(given)})"
+    arguments = [text(value) for value in args]
+    arguments += [f"{name}={text(value)}" for name, value in kwargs.items()]
+    return f"{func}({', '.join(arguments)})"
 
 
 def share_repeated_draws(graph: fx.Graph) -> None:
@@ -178,42 +193,54 @@ def share_repeated_draws(graph: fx.Graph) -> None:
         CaptureError: a recomputation runs a higher-order op that draws within its subgraphs, or
             a draw is repeated on other tensors.
     """
-    first: dict[int, fx.Node] = {}
-    original: dict[fx.Node, fx.Node] = {}
-    """By repeated draw, the first one."""
+    first_draw: dict[int, fx.Node] = {}  # by mark
+    original: dict[fx.Node, fx.Node] = {}  # from each repeated draw to the first one
     for node in graph.nodes:
-        if _pop(node, _RUN_AGAIN):
+        if _pop_annotation(node, _REPEATED_OP):
             _check_draws_nothing(node)
-        mark = _pop(node, _DRAW)
+        mark = _pop_annotation(node, _DRAW)
         if mark is None or not is_random(node):
             continue
-        if first.setdefault(mark, node) is not node:
-            original[node] = first[mark]
+        if first_draw.setdefault(mark, node) is not node:
+            original[node] = first_draw[mark]
     if not original:
         return
     _check_arguments(graph, original)
     writes = writes_of(graph)
-    kept: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
-    for again, draw in original.items():
-        if draw not in kept:
-            # what the step writes after the draw must not change what is reused
-            written = [_cloned(node, draw) for node in written_arguments(draw)]
-            # dropout with its mask, attention: no op writes into their several results
-            overwritten = len(tensors_of(draw)) == 1 and writes.between(draw, None, draw)
-            result = _cloned(draw, draw) if overwritten and not _returns_written(draw) else draw
-            kept[draw] = result, written
-        result, written = kept[draw]
+    values = {draw: _DrawnValues.of(draw, writes) for draw in dict.fromkeys(original.values())}
+    for repeated, draw in original.items():
         copies = []
-        for argument, drawn in zip(written_arguments(again), written, strict=True):
-            with graph.inserting_before(again):
-                copies.append(graph.call_function(torch.ops.aten.copy_.default, (argument, drawn)))
-            copies[-1].meta = {**again.meta, "val": argument.meta["val"]}
+        targets = written_arguments(repeated)
+        for target, drawn in zip(targets, values[draw].written, strict=True):
+            with graph.inserting_before(repeated):
+                copy = graph.call_function(torch.ops.aten.copy_.default, (target, drawn))
+            copy.meta = {**repeated.meta, "val": target.meta["val"]}
+            copies.append(copy)
         # an op returns the first argument that it writes, or none of them
-        again.replace_all_uses_with(copies[0] if _returns_written(again) else result)
-        graph.erase_node(again)
+        result = copies[0] if _returns_written(repeated) else values[draw].result
+        repeated.replace_all_uses_with(result)
+        graph.erase_node(repeated)
 
 
-def _pop(node: fx.Node, key: str) -> Any:
+class _DrawnValues(NamedTuple):
+    """The values of a draw, as they were right after it."""
+
+    result: fx.Node
+    written: list[fx.Node]
+    """Copies of the arguments that it writes."""
+
+    @classmethod
+    def of(cls, draw: fx.Node, writes: Writes) -> _DrawnValues:
+        """Copy the values that the step may write after the draw, and return all."""
+        written = [_clone_after(draw, node) for node in written_arguments(draw)]
+        # no op writes into results of dropout with its mask, or of attention, which have several
+        is_overwritten = len(tensors_of(draw)) == 1 and writes.between(draw, None, draw)
+        if is_overwritten and not _returns_written(draw):
+            return cls(_clone_after(draw, draw), written)
+        return cls(draw, written)
+
+
+def _pop_annotation(node: fx.Node, key: str) -> Any:
     custom = dict(node.meta.get(_CUSTOM) or {})
     value = custom.pop(key, None)
     if value is not None:
@@ -222,11 +249,10 @@ def _pop(node: fx.Node, key: str) -> Any:
 
 
 def _check_draws_nothing(node: fx.Node) -> None:
-    """Refuse a higher-order op that is run again and would draw other numbers than before."""
-    for module in subgraphs(node):
-        for inner in module.graph.nodes:
-            _pop(inner, _RUN_AGAIN)
-            _check_draws_nothing(inner)
+    """Refuse a higher-order op that is repeated and would draw other numbers than before."""
+    for inner in inner_nodes(node):
+        _pop_annotation(inner, _REPEATED_OP)
+        _check_draws_nothing(inner)
     if is_random(node) and schema_of(node) is None:
         raise CaptureError(
             f"a recomputation runs {node.target} again (node '{node.name}'), which draws random "
@@ -236,18 +262,18 @@ def _check_draws_nothing(node: fx.Node) -> None:
 
 
 def _check_arguments(graph: fx.Graph, original: Mapping[fx.Node, fx.Node]) -> None:
-    """Refuse a draw that is repeated for a tensor computed otherwise, as dropout of a gradient."""
+    """Refuse a draw that is repeated on another tensor, such as dropout of a gradient."""
     numbers = ValueNumbers()
 
-    def read_by(draw: fx.Node) -> str:
-        """Describe what a draw reads.
+    def inputs_of_draw(draw: fx.Node) -> str:
+        """Describe the values that a draw reads: equal text for equal values.
 
         It overwrites some arguments, and reads only the shape of others. The default generator is
         a node too, another one in each call.
         """
         unread = set(written_arguments(draw))
         if str(draw.target).partition(".")[2].partition(".")[0].endswith("_like"):
-            return "a shape"
+            return "a shape"  # aten.rand_like.default
 
         def argument(node: fx.Node) -> object:
             is_read = node not in unread and isinstance(value_of(node), torch.Tensor)
@@ -256,11 +282,11 @@ def _check_arguments(graph: fx.Graph, original: Mapping[fx.Node, fx.Node]) -> No
         return numbers.call(draw, argument)
 
     for node in graph.nodes:
-        if node in original and read_by(node) != read_by(original[node]):
+        if node in original and inputs_of_draw(node) != inputs_of_draw(original[node]):
             raise CaptureError(
-                f"{node.target} draws random numbers (module '{module_of(node)}') from a state of "
-                "the generator that was restored, where it drew for another tensor before. What "
-                "is recomputed must draw as forward did: draw the mask once and use it twice"
+                f"{node.target} draws random numbers (module '{module_of(node)}') from a restored "
+                "state of the generator, from which it drew for another tensor before. A "
+                "recomputation must draw as forward did: draw the mask once and use it twice"
             )
         if node.target in _SAME_VALUE:
             numbers.number_alike(node, node.all_input_nodes[0])
@@ -272,7 +298,7 @@ def _check_arguments(graph: fx.Graph, original: Mapping[fx.Node, fx.Node]) -> No
             numbers.number_alone(node)
 
 
-def _cloned(node: fx.Node, draw: fx.Node) -> fx.Node:
+def _clone_after(draw: fx.Node, node: fx.Node) -> fx.Node:
     """Copy the value that a node has right after a draw."""
     with draw.graph.inserting_after(draw):
         copy = draw.graph.call_function(torch.ops.aten.clone.default, (node,))

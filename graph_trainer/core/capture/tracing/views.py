@@ -1,4 +1,4 @@
-"""Views in a traced graph: out of place, and valid for whatever strides real kernels give."""
+"""Views in a traced graph: make them out of place, and valid for any strides of real kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OVERLOADS = {torch.ops.aten.transpose_.default: "int"}
 
 
 def views_out_of_place(graph: fx.Graph) -> None:
-    """Replace ops that change a tensor's shape or strides in place by those that make a view.
+    """Replace ops that change a tensor's shape or strides in place by ops that make a view.
 
-    The trace has let later readers read the op's result already. Passes take a node's shape and
-    strides for constant. Linear in nodes.
+    In the trace, later readers read the result of the op already. Passes rely on a node's shape and
+    strides being constant. Linear in nodes.
 
     Raises:
-        CaptureError: an op that has no such counterpart, as set_.
+        CaptureError: an op without such a counterpart, as set_.
     """
     for node in graph.nodes:
         op = node.target
@@ -34,47 +34,49 @@ def views_out_of_place(graph: fx.Graph) -> None:
         view = getattr(packet, _OVERLOADS.get(op, op._overloadname), None)
         if op.namespace != "aten" or view is None or torch.Tag.inplace_view in view.tags:
             raise CaptureError(
-                f"the step calls {op} (module '{module_of(node)}'), which gives a tensor other "
-                "memory in place: make a new tensor instead"
+                f"the step calls {op} (module '{module_of(node)}'), which replaces the memory of a "
+                "tensor in place: make a new tensor instead"
             )
         node.target = view
 
 
 def let_views_copy(graph: fx.Graph) -> None:
-    """Write views of computed results that are not contiguous as reshapes. Linear in nodes.
+    """Replace views of computed results that are not contiguous by reshapes. Linear in nodes.
 
-    A real kernel may lay such a result out otherwise than its fake kernel does. A reshape is the
-    same view where the strides allow one, and else a copy. A view that the step writes through
-    remains a view.
+    A real kernel may give such a result other strides than its fake kernel does. A reshape is the
+    same view if the strides allow one, and else a copy. A view that the step writes through stays a
+    view.
 
     Raises:
         CaptureError: the step writes into a copy of such a result, which eager may not have made.
     """
     writes = writes_of(graph)
-    uncertain: set[fx.Node] = set()  # whose strides a real kernel decides, and views of these
+    uncertain: set[fx.Node] = set()  # results whose strides a real kernel decides, and their views
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         source = node.args[0] if is_getitem(node) else aliased_input(node)
         if source is None:
             _check_copy(node, uncertain, writes.is_written(node))
-        if source in uncertain or (source is None and not all(map(_is_dense, tensors_of(node)))):
+            if not all(_is_contiguous(tensor) for tensor in tensors_of(node)):
+                uncertain.add(node)
+        elif source in uncertain:
             uncertain.add(node)
-        if (
-            source in uncertain
-            and node.target in (aten.view.default, aten._unsafe_view.default)
-            and value_of(node).shape != value_of(source).shape
-            and not writes.is_written(node)  # a write into a copy would be lost
-        ):
-            node.target = aten.reshape.default
+            if (
+                node.target in (aten.view.default, aten._unsafe_view.default)
+                and value_of(node).shape != value_of(source).shape
+                and not writes.is_written(node)  # a write into a copy would be lost
+            ):
+                node.target = aten.reshape.default
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    # strides that depend on data cannot be compared, and count as contiguous
     return has_data_sizes(tensor) or tensor.is_contiguous()
 
 
 def _check_copy(node: fx.Node, uncertain: set[fx.Node], is_written: bool) -> None:
-    """Refuse a written copy that reshape() and contiguous() make only of some strides."""
+    """Refuse a write into a copy that reshape() and contiguous() make for some strides only."""
     if (
         is_written
         and node.target is aten.clone.default
@@ -83,6 +85,6 @@ def _check_copy(node: fx.Node, uncertain: set[fx.Node], is_written: bool) -> Non
     ):
         raise CaptureError(
             f"the step writes in place (module '{module_of(node)}') into the result of reshape() "
-            "or contiguous(), which is a copy or a view of a computed tensor as its kernel lays "
-            "that out: call clone() first, or compute out of place"
+            "or contiguous(), which is a copy or a view, depending on the strides that a kernel "
+            "gives its result: call clone() first, or compute out of place"
         )

@@ -365,7 +365,7 @@ EQUAL: list[Forward] = [
 ]
 
 REFUSED: list[tuple[Forward, str]] = [
-    (data_assigned, r"\.data of a tensor is assigned at .*side_effects.py:\d+"),
+    (data_assigned, r"assigns \.data of a tensor at .*side_effects.py:\d+"),
     (attribute_written, r"add_.*writes at .*side_effects.py:\d+ into a tensor of \(4,\)"),
     (attribute_replaced, r"the step before computed and kept .*'table'.*make it a buffer"),
     (state_in_an_attribute, r"the step before computed and kept .*'hidden'"),
@@ -374,7 +374,7 @@ REFUSED: list[tuple[Forward, str]] = [
     (counted, r"something else in the second step \(op aten.mul.*'calls'"),
     (parameter_assigned, "assigns or removes parameter 'linear.weight'"),
     (weight_transposed, "changes the shape, the strides or the memory of parameter"),
-    (never_written, "reads memory of an empty tensor that nothing has written"),
+    (never_written, "reads memory of an empty tensor that no op has written"),
     (noise_not_drawn_again, "set_checkpoint_early_stop"),
     (seeded, r"seeds the random generator .*side_effects.py:\d+"),
     (seeded_last, "seeds the random generator"),
@@ -382,8 +382,8 @@ REFUSED: list[tuple[Forward, str]] = [
     (drawn_by_numpy, "Python's or NumPy's generator"),
     (generator_made, r"draws at .*side_effects.py:\d+ from a generator"),
     (other_shape_drawn_again, r"rand.default\(\[3, 4\].*now aten.rand.default\(\[4\]"),
-    (one_op_drawn_again, "where it drew for another tensor before"),
-    (one_op_of_a_gradient, "where it drew for another tensor before"),
+    (one_op_drawn_again, "from which it drew for another tensor before"),
+    (one_op_of_a_gradient, "from which it drew for another tensor before"),
     (generator_restored, r"draws at .*side_effects.py:\d+ from a generator"),
     (backward_within_backward, "custom function leaves a gradient in .grad of 'linear.weight'"),
     (teacher_in_training, r"writes at .* into a tensor of \(\) torch.int64"),

@@ -94,7 +94,7 @@ def test_a_model_without_tensors_is_refused():
         def forward(self, x):
             return "nothing"
 
-    with pytest.raises(gt.CaptureError, match="returns a str without tensors"):
+    with pytest.raises(gt.CaptureError, match="returned a str without tensors"):
         gt.capture_forward(Nothing(4, 4), batch()[:1])
 
 

@@ -51,7 +51,7 @@ def test_a_fake_tensor_of_an_earlier_capture_is_not_a_constant() -> None:
     with pytest.raises(gt.CaptureError, match="the cache of the function table"):
         gt.capture(Model(cached_by_a_function), mean_square, (batches()[0],))
     assert isinstance(table(4), FakeTensor)
-    with pytest.raises(gt.CaptureError, match="without data, made by an earlier capture"):
+    with pytest.raises(gt.CaptureError, match="without data, which an earlier capture made"):
         gt.capture(Model(cached_by_a_function), mean_square, (batches()[0],))
     table.cache_clear()
 
