@@ -1,10 +1,10 @@
-"""Layers of a model that are alike: four of them are traced, and the graph is extended.
+"""Find equal layers of a model, and skip all but four periods of them in a trace.
 
 A stack of layers (a ModuleList, ModuleDict or Sequential) often repeats one layer, or a short
 sequence of different ones: a period. The first two periods of a run, one in the middle and the last
-are traced. While the model calls the others, they return aliases of what the traced period before
-them has returned, and compute nothing. `extend` then inserts into the graph what they would have
-computed, and checks that the traced periods are one pattern.
+are traced. When the model calls the other layers, they compute nothing and return aliases of the
+results of the traced period before them. `extend` then inserts their nodes into the graph, and
+checks that the traced periods are one pattern.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,12 +33,12 @@ TRACED_PERIODS = 4
 _ATOMS = {type(None), bool, int, float, complex, str, bytes}
 _NO_EQ: Any = object.__eq__
 _INITIAL = "_param_init"
-"""Where torchtitan's modules keep how to draw their initial values, which no step reads. The scale
-of these depends on a layer's depth."""
+"""The attribute with the initializers of torchtitan's modules, which no step reads. Their scale
+depends on a layer's depth."""
 
 
 class NotRepeated(CaptureError):
-    """The layers of a model turn out to differ in what is computed: all of them are traced."""
+    """The layers of a model compute different things, so that all of them must be traced."""
 
 
 @dataclass(slots=True)
@@ -50,11 +50,11 @@ class Repetition:
     layers: list[nn.Module] = field(repr=False)
     period: int
     counterparts: list[Tensors] = field(repr=False)
-    """By layer: by id of each tensor of its sample, its own."""
+    """For each layer, from the id of each tensor of its sample to the tensor of the layer."""
 
     @property
     def periods(self) -> int:
-        """How many times the period is repeated, at least five."""
+        """The number of periods, at least five."""
         return len(self.layers) // self.period
 
     @property
@@ -63,7 +63,7 @@ class Repetition:
         return 0, 1, self.periods // 2, self.periods - 1
 
     def sample(self, place: int) -> int:
-        """Return the place of the layer in the second period that a layer is like."""
+        """Return the place of the layer of the second period that corresponds to a layer."""
         return self.period + place % self.period
 
     def is_traced(self, place: int) -> bool:
@@ -72,20 +72,20 @@ class Repetition:
 
     def left_out(self) -> set[int]:
         """Return the ids of the tensors of layers that are not traced."""
-        return {
-            id(tensor)
-            for place, tensors in enumerate(self.counterparts)
-            for sample, tensor in tensors.items()
-            if id(tensor) != sample and not self.is_traced(place)
-        }
+        ids = set()
+        for place, tensors in enumerate(self.counterparts):
+            if not self.is_traced(place):
+                # a tensor that all layers share is the sample's
+                ids |= {id(tensor) for sample, tensor in tensors.items() if id(tensor) != sample}
+        return ids
 
     @contextlib.contextmanager
     def skipping(self) -> Iterator[None]:
-        """While entered: of the layers, only those that are traced compute anything.
+        """Inside, let only the traced layers compute.
 
         Raises:
             NotRepeated: in the model's forward or at the end. The model does not call each layer
-                once and in order, or it gives a layer something else than its sample.
+                once and in order, or it calls a layer with other arguments than its sample.
         """
         calls = _Calls(self)
         with contextlib.ExitStack() as stack:
@@ -105,13 +105,13 @@ class Repetition:
 
 @dataclass(slots=True)
 class _Call:
-    """What a layer was called with, and has returned."""
+    """The arguments and results of a layer's call, flat."""
 
     arguments: list[Any]
     structure: Any
-    output: list[Any] = field(default_factory=list)
-    of_output: Any = None
-    """The structure of the output."""
+    """How pytree rebuilds the arguments."""
+    results: list[Any] = field(default_factory=list)
+    result_structure: Any = None
 
 
 class _Calls:
@@ -123,139 +123,182 @@ class _Calls:
         self._failure = ""
 
     def enter(self, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note and check a call before it runs."""
+        """Check and store a call before it runs."""
         if _in_backward():
             return  # a checkpointed layer that is recomputed
         if place != len(self._done):
             self._refuse(f"forward does not call '{self._run.names[place]}' once and in order")
-        call = _Call(*pytree.tree_flatten((args, kwargs)))
+        arguments, structure = pytree.tree_flatten((args, kwargs))
+        call = _Call(arguments, structure)
         if place >= 2 * self._run.period:
             self._check_arguments(place, call)
         self._done.append(call)
 
     def leave(self, place: int, layer: nn.Module, args: Any, output: Any) -> None:
-        """Note what a layer has returned."""
+        """Store the results of a layer."""
         if not _in_backward() and place < len(self._done):
             call = self._done[place]
-            call.output, call.of_output = pytree.tree_flatten(output)
+            call.results, call.result_structure = pytree.tree_flatten(output)
 
     def skip(self, place: int, *args: Any, **kwargs: Any) -> Any:
-        """Return aliases of what the traced period before has returned: each layer's results are
-        objects of its own, by which the next layer is seen to get these and no others."""
+        """Return aliases of the results of the traced period before.
+
+        Each layer returns new objects, by which `_check_arguments` sees that the next layer gets
+        these results and no others.
+        """
         run = self._run
         if _in_backward():
             self._refuse(f"'{run.names[place]}' runs again in backward")
         self.enter(place, run.layers[place], args, kwargs)
         period, position = divmod(place, run.period)
         traced = max(number for number in run.traced if number < period)
-        call, before = self._done[place], self._done[traced * run.period + position]
-        for value in before.output:
+        traced_call = self._done[traced * run.period + position]
+        call = self._done[place]
+        for value in traced_call.results:
             is_tensor = isinstance(value, torch.Tensor)
-            call.output.append(torch.ops.aten.alias.default(value) if is_tensor else value)
-        call.of_output = before.of_output
-        return pytree.tree_unflatten(call.output, call.of_output)
+            call.results.append(torch.ops.aten.alias.default(value) if is_tensor else value)
+        call.result_structure = traced_call.result_structure
+        return pytree.tree_unflatten(call.results, call.result_structure)
 
     def check_complete(self) -> None:
-        """Refuse a trace in which a layer was not called, or whose refusal the model caught."""
-        run, calls = self._run, len(self._done)
-        self._done = []  # holds tensors of the trace
-        if not self._failure and calls != len(run.layers):
-            self._failure = f"forward does not call '{run.names[calls]}'"
+        """Refuse a trace in which a layer was not called, or the model caught a refusal."""
+        num_calls = len(self._done)
+        self._done = []  # it refers to tensors of the trace
+        if not self._failure and num_calls != len(self._run.layers):
+            self._failure = f"forward does not call '{self._run.names[num_calls]}'"
         if self._failure:
             raise NotRepeated(self._failure)
 
     def _check_arguments(self, place: int, call: _Call) -> None:
-        """Check that a layer gets what its sample gets, but for the results of layers: those of
-        the period before instead of the first, and those of its own period."""
+        """Check that a layer gets the arguments of its sample, with results of other layers: those
+        of the period before in place of the first period's, and those of the same period."""
         run = self._run
-        begin, of_sample = place - place % run.period, run.sample(place)
-        sample = self._done[of_sample]
-        results = [(q, begin - run.period + q) for q in range(run.period)]
-        results += [(run.sample(q), q) for q in range(begin, place)]
-        carried: dict[int, Any] = {}
-        for one, other in results:
-            first, second = self._done[one], self._done[other]
-            if first.of_output != second.of_output:
-                self._refuse(f"'{run.names[other]}' returns something else than '{run.names[one]}'")
-            pairs = zip(first.output, second.output, strict=True)
-            carried.update({id(a): b for a, b in pairs if isinstance(a, torch.Tensor)})
-        wanted = [carried.get(id(value), value) for value in sample.arguments]
-        is_same = call.structure == sample.structure and all(map(_is_same, call.arguments, wanted))
-        if not is_same:
-            name, like = run.names[place], run.names[of_sample]
-            self._refuse(f"the arguments of '{name}' are others than those of '{like}'")
+        start = place - place % run.period  # of the layer's period
+        sample = self._done[run.sample(place)]
+        corresponding = [(q, start - run.period + q) for q in range(run.period)]
+        corresponding += [(run.sample(q), q) for q in range(start, place)]
+        replaced: dict[int, Any] = {}  # by id of a result that the sample may get
+        for place_before, place_now in corresponding:
+            before = self._done[place_before]
+            now = self._done[place_now]
+            if before.result_structure != now.result_structure:
+                self._refuse(
+                    f"'{run.names[place_now]}' returns something else than "
+                    f"'{run.names[place_before]}'"
+                )
+            for old, new in zip(before.results, now.results, strict=True):
+                if isinstance(old, torch.Tensor):
+                    replaced[id(old)] = new
+        expected = [replaced.get(id(value), value) for value in sample.arguments]
+        if call.structure != sample.structure or not all(map(_is_same, call.arguments, expected)):
+            self._refuse(
+                f"the arguments of '{run.names[place]}' differ from those of "
+                f"'{run.names[run.sample(place)]}'"
+            )
 
-    def _refuse(self, why: str) -> None:
-        self._failure = self._failure or why
-        raise NotRepeated(why)
+    def _refuse(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        raise NotRepeated(reason)
 
 
 def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetition | None:
-    """Find the run of layers that leaves out most of a model, None where nothing repeats.
+    """Find the run of layers that leaves out most of a model; None if no layers repeat.
 
     Args:
-        model: the model. The work is linear in what its modules hold, for each kind of layer.
+        model: the model. The work is linear in the attributes of its modules, for each kind of
+            layer.
         tensors: its parameters and buffers, which are inputs of the step.
     """
     inputs = {id(tensor): tensor for tensor in tensors}
-    best, most = None, 0
+    best: Repetition | None = None
+    most_skipped = 0  # modules
     for fqn, module in model.named_modules():
         is_stack = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         if not is_stack or len(module) <= TRACED_PERIODS:
             continue
-        size = sum(1 for _ in module.modules())
-        if size <= most:  # it cannot leave out more
+        if _num_modules(module) <= most_skipped:  # it cannot leave out more
             continue
         layers = {clean_fqn(f"{fqn}.{key}".strip(".")): m for key, m in module.named_children()}
-        run = _longest_run(layers, inputs)
-        if run is not None:
-            skipped = [m for place, m in enumerate(run.layers) if not run.is_traced(place)]
-            left_out = sum(1 for layer in skipped for _ in layer.modules())
-            if left_out > most:
-                best, most = run, left_out
+        repetition = _repetition_of(layers, inputs)
+        if repetition is None:
+            continue
+        skipped = 0
+        for place, layer in enumerate(repetition.layers):
+            if not repetition.is_traced(place):
+                skipped += _num_modules(layer)
+        if skipped > most_skipped:
+            best = repetition
+            most_skipped = skipped
     return best
 
 
-def _longest_run(
+def _num_modules(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
+
+
+def _repetition_of(
     stack: dict[str, nn.Module], inputs: Mapping[int, torch.Tensor]
 ) -> Repetition | None:
-    names, layers = list(stack), list(stack.values())
-    # the kind of each layer is the place of the first one that it is like
+    """Return the run of layers of a stack that leaves out most of it, None if there is none."""
+    names = list(stack)
+    layers = list(stack.values())
+    # the kind of each layer is the place of the first layer that it equals
     kinds: list[int] = []
-    of_kind: list[Tensors] = []  # from what that first one has
-    for place, (name, layer) in enumerate(stack.items()):
+    # for each layer, from the id of each tensor of that first layer to the tensor of the layer
+    tensors_of: list[Tensors] = []
+    for place, layer in enumerate(layers):
         for kind in (*dict.fromkeys(kinds), place):
-            alike = compare(layers[kind], layer, (names[kind], name), inputs)
-            if alike is not None:
+            tensors = compare(layers[kind], layer, (names[kind], names[place]), inputs)
+            if tensors is not None:
                 break
         else:
-            return None  # not even like itself
+            return None  # a layer with hooks, say, does not even equal itself
         kinds.append(kind)
-        of_kind.append(alike)
-    start, period, stop = _most_repeated(kinds)
-    if (stop - start) // period <= TRACED_PERIODS:
+        tensors_of.append(tensors)
+    run = _most_repeated(kinds)
+    if (run.stop - run.start) // run.period <= TRACED_PERIODS:
         return None
-    pairs_of_run: list[Tensors] = []
-    for place in range(start, stop):
-        sample = start + period + (place - start) % period
-        own, its = of_kind[place], of_kind[sample]
-        pairs_of_run.append({id(its[key]): own[key] for key in own})
-    # a tensor is of one layer or of all: gradients of some would be summed
-    owned: set[int] = set()
-    for first in range(period):
-        like = pairs_of_run[first::period]
-        for key in like[0]:
-            ids = {id(pairs[key]) for pairs in like}
-            if len(ids) > 1 and (len(ids) < len(like) or not owned.isdisjoint(ids)):
-                return None
-            owned |= ids if len(ids) > 1 else set()
-    return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run)
+    counterparts: list[Tensors] = []
+    for place in range(run.start, run.stop):
+        sample = run.start + run.period + (place - run.start) % run.period
+        samples = tensors_of[sample]
+        counterparts.append({id(samples[key]): t for key, t in tensors_of[place].items()})
+    if not _each_of_one_layer_or_all(counterparts, run.period):
+        return None
+    layers_of_run = layers[run.start : run.stop]
+    return Repetition(names[run.start : run.stop], layers_of_run, run.period, counterparts)
 
 
-def _most_repeated(kinds: list[int]) -> tuple[int, int, int]:
-    """Return start, period and stop of the run with the most layers to skip. The shortest period
-    of equals wins."""
-    best = (0, 0, 1, 0)
+def _each_of_one_layer_or_all(counterparts: list[Tensors], period: int) -> bool:
+    """Return whether each tensor is of one layer, or of all layers at its place in a period.
+
+    The gradient of a tensor of some layers would be a sum, which the pattern does not have.
+    """
+    of_one_layer: set[int] = set()
+    for position in range(period):
+        layers = counterparts[position::period]
+        for sample in layers[0]:
+            ids = {id(tensors[sample]) for tensors in layers}
+            if len(ids) == 1:
+                continue
+            if len(ids) < len(layers) or not of_one_layer.isdisjoint(ids):
+                return False
+            of_one_layer |= ids
+    return True
+
+
+class _Run(NamedTuple):
+    """A run of layers from `start` to `stop`, the same ones every `period` layers."""
+
+    start: int
+    stop: int
+    period: int
+
+
+def _most_repeated(kinds: list[int]) -> _Run:
+    """Return the run with the most layers to skip; of equal runs, that with the shortest period."""
+    best = _Run(0, 0, period=1)
+    most_skipped = 0
     for period in range(1, len(kinds) // (TRACED_PERIODS + 1) + 1):
         start = 0
         for place in range(len(kinds)):
@@ -263,19 +306,22 @@ def _most_repeated(kinds: list[int]) -> tuple[int, int, int]:
                 start = place - period + 1
             periods = (place + 1 - start) // period
             skipped = (periods - TRACED_PERIODS) * period
-            if skipped > best[0]:
-                best = (skipped, start, period, start + periods * period)
-    return best[1:]
+            if skipped > most_skipped:
+                best = _Run(start, start + periods * period, period)
+                most_skipped = skipped
+    return best
 
 
 def _in_backward() -> bool:
     return (get_current_meta().get("custom") or {}).get("phase") == Phase.BACKWARD.value
 
 
-def _is_same(argument: Any, wanted: Any) -> bool:
-    """Return whether an argument is the object that is wanted, or an equal number or text."""
-    are_atoms = type(argument) is type(wanted) and type(argument) in _ATOMS
-    return argument is wanted or (are_atoms and repr(argument) == repr(wanted))
+def _is_same(argument: Any, expected: Any) -> bool:
+    """Return whether an argument is the expected object, or an equal number or text."""
+    if argument is expected:
+        return True
+    are_atoms = type(argument) is type(expected) and type(argument) in _ATOMS
+    return are_atoms and repr(argument) == repr(expected)
 
 
 def compare(
@@ -283,16 +329,17 @@ def compare(
 ) -> Tensors | None:
     """Compare two layers: classes and attributes of their modules, layouts of their tensors.
 
-    Layers with hooks are not alike. An attribute that is the layer's own number in its stack may
-    differ, as may what a forward that `Module.parallelize` of torchtitan set closes over: the
-    sharding config is another attribute. Linear in what the layers hold.
+    Layers with hooks are not equal. An attribute with the number of a layer in its stack may
+    differ. Of a forward that `Module.parallelize` of torchtitan set, only the code is compared: the
+    sharding config that it closes over is another attribute. Linear in the layers' attributes.
 
     Args:
         names: FQNs of the layers; a number at the end is that in the stack.
         inputs: the tensors that are inputs of the step, by id.
 
     Returns:
-        By id of each tensor of the first layer, the one of the second; None if they differ.
+        From the id of each tensor of the first layer to the tensor of the second; None if the
+        layers differ.
     """
     pairs = list(zip(first.named_modules(), second.named_modules(), strict=False))
     if len(pairs) != sum(1 for _ in first.modules()) or _has_hooks(first) or _has_hooks(second):
@@ -302,20 +349,27 @@ def compare(
     for (name, module), (other_name, other) in pairs:
         if name != other_name or type(module) is not type(other):
             return None
-        attributes, others = _attributes(module), _attributes(other)
-        if attributes.keys() != others.keys():
+        attributes = _attributes(module)
+        other_attributes = _attributes(other)
+        if attributes.keys() != other_attributes.keys():
             return None
         for key, value in attributes.items():
-            are_numbers = type(value) is int and [str(value), str(others[key])] == numbers
-            if not are_numbers and not _is_equal(value, others[key]):
+            other_value = other_attributes[key]
+            are_numbers = type(value) is int and [str(value), str(other_value)] == numbers
+            if not are_numbers and not _is_equal(value, other_value):
                 return None
-        for one, its in zip(tensor_dicts(module)[:2], tensor_dicts(other)[:2], strict=True):
-            if one.keys() != its.keys() or not all(
-                _match(tensor, its[key], inputs, tensors) for key, tensor in one.items()
-            ):
+        # parameters, then buffers
+        for named, other_named in zip(
+            tensor_dicts(module)[:2], tensor_dicts(other)[:2], strict=True
+        ):
+            if named.keys() != other_named.keys():
                 return None
-    back = {id(tensor) for tensor in tensors.values()}
-    return tensors if len(back) == len(tensors) else None
+            for key, tensor in named.items():
+                if not _match(tensor, other_named[key], inputs, tensors):
+                    return None
+    # two tensors of the first layer must not be one tensor of the second
+    other_ids = {id(tensor) for tensor in tensors.values()}
+    return tensors if len(other_ids) == len(tensors) else None
 
 
 def _match(
@@ -324,14 +378,20 @@ def _match(
     inputs: Mapping[int, torch.Tensor],
     tensors: Tensors,
 ) -> bool:
-    """Note that two tensors correspond, if their layouts are equal and nothing contradicts."""
+    """Return whether two tensors correspond, and store that they do in `tensors`.
+
+    They do not if their layouts differ, or if the first one corresponds to another tensor.
+    """
     if tensor is None or other is None:
         return tensor is other
     if id(tensor) not in inputs or id(other) not in inputs:
         return False
-    same_kind = tensor.requires_grad == other.requires_grad
-    is_alike = tensor is other or (same_kind and unwrap(tensor)[1] == unwrap(other)[1])
-    return is_alike and tensors.setdefault(id(tensor), other) is other
+    if tensor is not other:
+        _, layout = unwrap(tensor)
+        _, other_layout = unwrap(other)
+        if tensor.requires_grad != other.requires_grad or layout != other_layout:
+            return False
+    return tensors.setdefault(id(tensor), other) is other
 
 
 def _has_hooks(layer: nn.Module) -> bool:
@@ -340,7 +400,7 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a step may read, but for registered tensors and modules."""
+    """Return the attributes that a step may read, without registered tensors and modules."""
     registered = set(map(id, tensor_dicts(module)))
     return {
         name: value
@@ -350,13 +410,18 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    """Compare attributes: numbers and texts, containers of them, and objects by == where their
-    class defines it, otherwise by what they hold; of a function or method only its code."""
-    if value is other or type(value) is not type(other):
-        return value is other
+    """Return whether two attributes are equal.
+
+    Compares numbers, texts, containers of them, the code of functions and methods, and objects by
+    == if their class defines it, else by their attributes.
+    """
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
     if type(value) in _ATOMS:
         return repr(value) == repr(other)  # -0.0 is not 0.0
-    if isinstance(value, MethodType):  # of its own module, as where that was wrapped
+    if isinstance(value, MethodType):  # bound to a module of the layer, as a wrapped forward is
         return _is_equal(value.__func__, other.__func__)
     if isinstance(value, FunctionType):
         return value.__code__ is other.__code__
@@ -370,5 +435,5 @@ def _is_equal(value: Any, other: Any) -> bool:
         return False
     if type(value).__eq__ is not _NO_EQ:
         return bool(value == other)
-    # an object that each layer has for itself, such as the dispatcher of tokens to experts
+    # an object that every layer has one of, such as the dispatcher of tokens to experts
     return hasattr(value, "__dict__") and _is_equal(vars(value), vars(other))

@@ -299,7 +299,7 @@ def test_the_periods_that_are_traced_must_be_one_pattern(place, backward, reason
     model.layers = nn.ModuleList(Known() for _ in range(6))
     monkeypatch.setitem(Known.factors, id(model.layers[place]), 3.0)
     assert_equal(*both(model, X, backward=backward))
-    assert "is not what" in reasons.all()[0]
+    assert "differs from" in reasons.all()[0]
 
 
 def test_what_layers_return_to_the_caller_is_of_the_right_ones(reasons):
