@@ -1,5 +1,5 @@
-"""The order check: the same collectives in the same order on every rank.
+"""The order check: every rank must run the same collectives in the same order.
 
-`proof` (all sequences at hand) and `exchange` (one rank each) are its two front ends. Nothing
-here changes an order; a difference is an error.
+It has two front ends: `proof` has the sequences of all ranks, and `exchange` runs on each rank with
+its own. A difference is an error; no order is changed.
 """

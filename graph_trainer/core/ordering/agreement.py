@@ -1,4 +1,4 @@
-"""How the ranks that run one graph together decide alike: they exchange what each of them has."""
+"""Let the ranks that run one graph together make the same decisions: they exchange values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ T = TypeVar("T")
 class Agreement:
     """The ranks of a process group, by default the default one, that decide together on a graph.
 
-    All of them call its methods equally often and in the same order. What may raise on one of them
-    runs in `errors_sent`, so that none waits for that one. Where no other rank answers (no process
-    group, a group of one, fake ranks) nothing is communicated.
+    All of them must call its methods equally often and in the same order. Code that may raise on
+    one rank must run in `errors_sent`, so that the others do not wait for that rank. If no other
+    rank answers (no process group, a group of one, fake ranks), nothing is communicated.
     """
 
     is_apart = False
-    """Whether there are other ranks that do not take part, so that nothing may be begun for which
-    they would be needed."""
+    """Whether there are other ranks that do not take part, so that work that needs them is refused.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -51,18 +51,18 @@ class Agreement:
             doing: what a rank with an error could not do, for the message.
 
         Raises:
-            VerificationError: with the error of another rank, on every rank alike; or members
-                that call this at different points of their work.
+            VerificationError: on every rank, with the error of another rank; or members call this
+                at different points of their work.
             CollectiveError: another rank has ended, or did not arrive (gloo).
         """
-        everyone = self._exchange(("", mine))
+        messages = self._exchange(("", mine))
         ranks = self.ranks
-        for rank, (text, _) in zip(ranks, everyone, strict=True):
-            if text:
+        for rank, (error_text, _) in zip(ranks, messages, strict=True):
+            if error_text:
                 self._received_failure = True
-                raise VerificationError(f"rank {rank} could not {doing}: {text}")
-        values: list[Any] = [each for _, each in everyone]
-        kinds = [type(each).__name__ for each in values]
+                raise VerificationError(f"rank {rank} could not {doing}: {error_text}")
+        values: list[Any] = [value for _, value in messages]
+        kinds = [type(value).__name__ for value in values]
         for rank, kind in zip(ranks, kinds, strict=True):
             if kind != kinds[0]:
                 # one rank has finished its passes while a pass of another rank exchanges a number
@@ -80,24 +80,26 @@ class Agreement:
     def same(self, value: object) -> bool:
         """Return whether all members call this with a value of the same `repr`. Two exchanges."""
         number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-        return self.all_reduce_max(number) == -self.all_reduce_max(-number)
+        largest = self.all_reduce_max(number)
+        smallest = -self.all_reduce_max(-number)
+        return largest == smallest
 
     @contextlib.contextmanager
     def errors_sent(self, doing: str = "capture the step") -> Iterator[None]:
-        """Inside, an error of this rank is raised after the other members have received it.
+        """Inside, send an error of this rank to the other members before it is raised.
 
-        If a call has raised because another member failed or has ended, none waits for this one.
-        Nor does any where this rank is apart: what it could not do, `doing`, is published with the
-        error for those that find it missing.
+        Sends nothing if another member has failed or ended, because no member waits for this one
+        then. If this rank is apart, publishes the error with `doing`, for ranks that later miss
+        this one.
         """
         try:
             yield
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
+            error_text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
             if self.is_apart:
-                publish_failure(f"could not {doing} again, {text}")
+                publish_failure(f"could not {doing} again, {error_text}")
             elif not self._received_failure:
-                self._exchange((text, None))
+                self._exchange((error_text, None))
             raise
 
     def _is_alone(self) -> bool:
@@ -112,20 +114,20 @@ class Agreement:
     def _exchange(self, mine: T) -> list[T]:
         if self._is_alone():
             return [mine]
-        everyone: list[Any] = [None] * len(self.ranks)
+        values: list[Any] = [None] * len(self.ranks)
         try:
-            dist.all_gather_object(everyone, mine, group=self._group)
+            dist.all_gather_object(values, mine, group=self._group)
         except RuntimeError as error:
             if not is_collective_failure(error):
                 raise
             self._received_failure = True
-            place = "the exchange of what all ranks decide"
+            place = "the exchange of decisions between ranks"
             raise CollectiveError(place, reason_of(error)) from error
-        return everyone
+        return values
 
 
 class OneRank(Agreement):
-    """A rank that decides without others, whatever process groups there are; see `is_apart`."""
+    """A rank that decides without others, also if there are process groups; see `is_apart`."""
 
     def __init__(self, *, is_apart: bool = False) -> None:
         super().__init__()
@@ -136,23 +138,23 @@ class OneRank(Agreement):
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
-    """Return whether an error says that a collective could not complete."""
+    """Return whether an error means that a collective could not complete."""
     return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
 
 
 def reason_of(error: RuntimeError) -> str:
-    """Return what the backend said, on one line."""
+    """Return the message of the backend on one line."""
     return " ".join(str(error).split())[:500]
 
 
 def publish_failure(text: str) -> None:
-    """Publish why this rank ends, for the other ranks, whose collectives will fail."""
+    """Publish why this rank ends, for the other ranks, because their collectives will fail."""
     if dist.is_initialized() and dist.get_backend() != "fake":
         default_store().set(_FAILURE, f"rank {dist.get_rank()} {text}")
 
 
 def published_failure() -> str:
-    """Return what an ended rank has published with `publish_failure`; "" if none has."""
+    """Return the text that an ended rank has published with `publish_failure`; "" if none has."""
     try:
         store = default_store()
         return store.get(_FAILURE).decode() if store.check([_FAILURE]) else ""

@@ -20,9 +20,9 @@ G = TypeVar("G")
 
 def check_member(issued: Issued, rank: int) -> None:
     """Refuse, with a VerificationError, a collective of a rank on a group that it is not in."""
-    if rank not in issued.entry[1]:
+    if rank not in issued.ranks:
         raise VerificationError(
-            f"rank {rank} issues {issued.line} and is not a member of that group; a rank can "
+            f"rank {rank} issues {issued.line} and is not a member of that group: let each rank "
             "communicate in its own groups only"
         )
 
@@ -34,10 +34,10 @@ def disagreeing_members(
 
     Args:
         members: by group, the ranks to compare.
-        issued_on: what a rank issues on a group, or a digest of that.
+        issued_on: returns what a rank issues on a group, or a digest of that.
 
     Returns:
-        by group, the first member and the first other one that differs from it.
+        By group, the first member and the first other member that differs from it.
     """
     pairs = {}
     for group, (first, *others) in members.items():
@@ -49,9 +49,11 @@ def disagreeing_members(
 
 
 def first_difference(one: Sequence[object], two: Sequence[object]) -> int:
-    """Find the first place at which two lists differ that are not equal."""
-    pairs = enumerate(itertools.zip_longest(one, two))
-    return next(place for place, (a, b) in pairs if a != b)
+    """Return the first place at which two unequal lists differ."""
+    for place, (entry, other) in enumerate(itertools.zip_longest(one, two)):
+        if entry != other:
+            return place
+    raise ValueError("the lists are equal")
 
 
 def refuse_order(place: str, one: int, line: str, two: int, other_line: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What one rank issues, in order, as far as other ranks must agree with it."""
+"""The sequence of collectives that one rank issues, with what other ranks must agree on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Entry, collective_of, issued
 from graph_trainer.core.graph.annotations import module_of
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     collective_kind,
@@ -31,11 +32,16 @@ class Issued:
     entry: Entry
     """What the other ranks of its group must agree on."""
     waited_after: int | None
-    """How many collectives have been issued when it is waited for; None if never."""
+    """How many collectives are issued before the wait for it; None without a wait."""
     line: str
-    """The collective as messages show it, with module and node."""
+    """The text of the collective in messages, with module and node."""
     where: str = ""
     """Module and node alone."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The global ranks of its group."""
+        return self.entry[1]
 
 
 Sequence = list[Issued]
@@ -49,12 +55,12 @@ def waited_text(issued: Issued) -> str:
 
 
 def issued_by(joint: JointGraph, world_size: int) -> Sequence:
-    """List what a rank issues: the rank that captured `joint`. Linear in nodes.
+    """List what the rank that captured `joint` issues. Linear in nodes.
 
-    An op that is not known counts as communication among all ranks that ends before the op
-    returns. Errors are those of `collectives`.
+    An unknown op counts as communication among all ranks that ends before the op returns. Errors
+    are those of `collectives`.
     """
-    everyone = tuple(range(world_size))
+    all_ranks = tuple(range(world_size))
     sequence = []
     for node, waited_after in issued(joint.graph, may_communicate):
         if is_collective(node):
@@ -63,7 +69,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
         else:
             where = f"in module '{module_of(node)}' (node {node.name})"
             line = f"{node.target}, an unknown op, which may communicate, {where}"
-            entry: Entry = (str(node.target), everyone, (), "")
+            entry: Entry = (str(node.target), all_ranks, (), "")
             sequence.append(Issued(entry, waited_after, line, where))
     return sequence
 
@@ -78,5 +84,5 @@ def may_communicate(node: fx.Node) -> bool:
     if schema is not None:
         return collective_kind(node) is None and schema.name.split("::")[0] not in _COMPUTE
     if next(subgraphs(node), None) is not None:
-        return False  # the nodes of its subgraphs are looked at one by one
+        return False  # the nodes of its subgraphs are checked one by one
     return getattr(node.target, "__module__", "") not in _ARITHMETIC
