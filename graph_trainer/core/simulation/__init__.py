@@ -1,4 +1,4 @@
-"""What a step costs on a given machine: seconds, memory of an allocator, exposed communication.
+"""Simulate a step on a machine: seconds, memory of an allocator, exposed communication.
 
-Nothing here changes a graph or runs one.
+Graphs are read, not changed and not run.
 """

@@ -20,14 +20,19 @@ _SMALL_PAGE = 2 * MIB
 _LARGE_PAGE = 20 * MIB
 
 # At the first node the only gradients are those of earlier microbatches.
-_GIVEN = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.BUFFERS, Category.GRADIENTS)
+_BEFORE_STEP = (
+    Category.PARAMETERS,
+    Category.OPTIMIZER_STATE,
+    Category.BUFFERS,
+    Category.GRADIENTS,
+)
 
 Pools = Mapping[Category, str]
-"""By category, the pool of memory of its storages, where that is not the one named "compute". A
+"""By category, the pool of memory of its storages; the pool "compute" for all other categories. A
 pool has one segment for small blocks and one for large ones."""
 
 ONE_POOL: Pools = {}
-"""All are allocated on the compute stream, as graph_trainer's collectives allocate."""
+"""All storages are allocated on the compute stream, as graph_trainer's collectives allocate."""
 POOL_PER_STREAM: Pools = {
     Category.UNSHARDED: "unshard",
     Category.GRADIENTS: "reduce",
@@ -39,41 +44,46 @@ does not reuse memory of one stream on another."""
 
 class Segment:
     """One expandable segment, which grows by pages of `page` bytes. Each call takes logarithmic
-    time, and the time to shift a short list."""
+    time, plus the time to shift a short list."""
 
     def __init__(self, page: int) -> None:
         self._page = page
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
         self._size_at: dict[int, int] = {}
+        """Of free blocks, by address."""
         self._start_of_end: dict[int, int] = {}
+        """Of free blocks, by the address after their end."""
         self._used: dict[object, tuple[int, int]] = {}
+        """Address and size by key."""
         self.reserved = 0
         """Bytes that the segment has taken from the device. It never returns them."""
 
     def allocate(self, key: object, num_bytes: int) -> None:
         """Take a block of at least `num_bytes` and store it under `key`."""
-        wanted = max(_ROUND, -(-num_bytes // _ROUND) * _ROUND)
-        place = bisect.bisect_left(self._free, (wanted, -1))
-        if place == len(self._free):  # the segment grows
+        needed = max(_ROUND, _round_up(num_bytes, _ROUND))
+        index = bisect.bisect_left(self._free, (needed, -1))
+        if index == len(self._free):  # no free block is large enough: the segment grows
             address = self.reserved
             if self.reserved in self._start_of_end:  # a free block at the end is extended
                 address = self._start_of_end[self.reserved]
                 self._drop(address)
-            missing = wanted - (self.reserved - address)
-            self.reserved += -(-missing // self._page) * self._page
+            missing = needed - (self.reserved - address)
+            self.reserved += _round_up(missing, self._page)
             size = self.reserved - address
         else:
-            size, address = self._free.pop(place)
+            size, address = self._free.pop(index)
             del self._size_at[address], self._start_of_end[address + size]
-        if size > wanted:
-            self._put(address + wanted, size - wanted)
-        self._used[key] = (address, wanted)
+        if size > needed:
+            self._put(address + needed, size - needed)
+        self._used[key] = (address, needed)
 
     def free(self, key: object) -> None:
         """Return the block of `key` to the segment."""
-        self._put(*self._used.pop(key))
+        address, size = self._used.pop(key)
+        self._put(address, size)
 
     def _put(self, address: int, size: int) -> None:
+        """Add a free block, merged with adjacent ones."""
         if address in self._start_of_end:
             before = self._start_of_end[address]
             size += self._drop(before)
@@ -85,6 +95,7 @@ class Segment:
         bisect.insort(self._free, (size, address))
 
     def _drop(self, address: int) -> int:
+        """Remove a free block and return its size."""
         size = self._size_at.pop(address)
         del self._start_of_end[address + size]
         self._free.pop(bisect.bisect_left(self._free, (size, address)))
@@ -97,18 +108,18 @@ def reserved_bytes(memory: Memory, pools: Pools = ONE_POOL, steps: int = 2) -> i
     Parameters, buffers, optimizer state and gradients of earlier microbatches are allocated before
     the first of `steps` equal steps. Gradients of the graph are alive until the next step begins.
     """
-    always = sum(memory.by_category[c][0] for c in _GIVEN if memory.by_category[c])
-    segments: dict[str, tuple[Segment, Segment]] = defaultdict(
-        lambda: (Segment(_SMALL_PAGE), Segment(_LARGE_PAGE))
-    )
-    segments["compute"][1].allocate("always", always)
+    before_step = sum(memory.by_category[c][0] for c in _BEFORE_STEP if memory.by_category[c])
+    small_segments: dict[str, Segment] = defaultdict(lambda: Segment(_SMALL_PAGE))  # by pool
+    large_segments: dict[str, Segment] = defaultdict(lambda: Segment(_LARGE_PAGE))
+    large_segments["compute"].allocate("before the step", before_step)
 
-    def segment(storage: LiveStorage) -> Segment:
-        return segments[pools.get(storage.category, "compute")][storage.bytes > _SMALL]
+    def segment_of(storage: LiveStorage) -> Segment:
+        pool = pools.get(storage.category, "compute")
+        return large_segments[pool] if storage.bytes > _SMALL else small_segments[pool]
 
     def free(storages: Iterable[LiveStorage], step: int) -> None:
         for storage in storages:
-            segment(storage).free((step, storage.node, storage.index))
+            segment_of(storage).free((step, storage.node, storage.index))
 
     born: dict[int, list[LiveStorage]] = defaultdict(list)
     dead: dict[int, list[LiveStorage]] = defaultdict(list)
@@ -126,5 +137,10 @@ def reserved_bytes(memory: Memory, pools: Pools = ONE_POOL, steps: int = 2) -> i
             gradients += [s for s in ends if s.category is Category.GRADIENTS]
             free((s for s in ends if s.category is not Category.GRADIENTS), step)
             for storage in born.get(place, ()):
-                segment(storage).allocate((step, storage.node, storage.index), storage.bytes)
-    return sum(s.reserved for pair in segments.values() for s in pair)
+                segment_of(storage).allocate((step, storage.node, storage.index), storage.bytes)
+    segments = [*small_segments.values(), *large_segments.values()]
+    return sum(segment.reserved for segment in segments)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -53,7 +53,8 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
     if not torch.cuda.is_available():  # a graph made for another machine
         return _instead("h100-sxm", "a GPU that is not here")
     properties = torch.cuda.get_device_properties(device if kind else None)
-    name, memory = str(properties.name), properties.total_memory / GIB
+    name = str(properties.name)
+    memory = properties.total_memory / GIB
     model = {word.lower() for word in re.findall(r"[A-Za-z]+\d+[A-Za-z]*", name)}
     profiles = [
         load_hardware(profile, HARDWARE)
@@ -64,7 +65,7 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
         major = min(max(properties.major, min(_OF_CAPABILITY)), max(_OF_CAPABILITY))
         capability = f"{properties.major}.{properties.minor}"
         return _instead(_OF_CAPABILITY[major], f"{name} (compute capability {capability})")
-    nearest = min(profiles, key=lambda each: abs(each.memory_gib - memory))
+    nearest = min(profiles, key=lambda profile: abs(profile.memory_gib - memory))
     other_form = re.search(r"PCIe|NVL\b", name) is not None  # shipped profiles are of SXM boards
     if other_form or abs(nearest.memory_gib - memory) > _SAME_MEMORY * memory:
         return _instead(nearest.name, f"{name} ({memory:.1f} GiB)")
@@ -82,5 +83,6 @@ def _instead(profile: str, device: str) -> Detected:
 def detect_for(joint: JointGraph) -> Detected:
     """Choose the profile for the device that a graph's inputs are on, as `detect_hardware`."""
     devices = [t.device for node in joint.placeholders() for t in tensors_of(node)]
-    # a GPU's step may read a few numbers that lie on the CPU
-    return detect_hardware(next((d for d in devices if d.type != "cpu"), next(iter(devices), None)))
+    # the step of a GPU may read a few numbers on the CPU
+    on_device = [device for device in devices if device.type != "cpu"]
+    return detect_hardware(next(iter(on_device or devices), None))

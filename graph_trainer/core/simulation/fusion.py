@@ -50,36 +50,42 @@ def fuse(
     a group has nodes of one depth. A group that a node reads and does not join gets no further
     nodes, so no two groups can depend on each other.
 
-    The compiler sees the nodes of `may_fuse`; those of `looks_through` neither fuse nor separate
-    others. Parts are the phases, or whatever else nothing is fused across.
+    Args:
+        may_fuse: which nodes the compiler sees.
+        looks_through: nodes that neither fuse nor separate others.
+        part_of: the part of a node, its phase for example: nodes of two parts are not fused.
     """
     graph = joint.graph
-    free, could_fuse = free_nodes(graph), fusible_nodes(graph)
+    is_free = free_nodes(graph)
+    is_fusible = fusible_nodes(graph)
     depth: dict[fx.Node, int] = {}
     groups = _Groups()
-    source_of: dict[fx.Node, fx.Node] = {}  # the node that a chain of views starts from
+    source_of: dict[fx.Node, fx.Node] = {}  # the node at which a chain of views starts
     place = -1
     for node in graph.nodes:
+        inputs = inputs_of(node)
+        depth_of_inputs = max((depth[n] for n in inputs), default=0)
         if looks_through(node):
             source_of[node] = node
-            depth[node] = max((depth[n] for n in inputs_of(node)), default=0)
+            depth[node] = depth_of_inputs
             continue
         place += 1
-        fusible, view = could_fuse[node] and may_fuse(node), free[node]
-        inputs = inputs_of(node)
-        source_of[node] = source_of[next(iter(inputs))] if view and inputs else node
-        barrier = 0 if fusible or view else 1
-        depth[node] = max((depth[n] for n in inputs), default=0) + barrier
+        fusible = is_fusible[node] and may_fuse(node)
+        source_of[node] = source_of[next(iter(inputs))] if is_free[node] and inputs else node
+        depth[node] = depth_of_inputs if fusible or is_free[node] else depth_of_inputs + 1
         if fusible:
             sources = [source_of[n] for n in inputs]
-            groups.add(node, place, [s for s in sources if depth[s] == depth[node]], part_of(node))
+            same_depth = [source for source in sources if depth[source] == depth[node]]
+            groups.add(node, place, same_depth, part_of(node))
     group = groups.by_node()
     # results that only nodes of their group read are never allocated
     roots = storage_roots(graph)
-    own = (node for node in group if not has_own_buffer(node))
-    inside = {roots[node] for node in own if roots[node] == (node, 0)}
+    inside = set()
+    for node in group:
+        if roots[node] == (node, 0) and not has_own_buffer(node):
+            inside.add((node, 0))
     for node in graph.nodes:
-        if free[node]:
+        if is_free[node]:
             continue
         for source in inputs_of(node):
             root = roots[source]
@@ -89,41 +95,49 @@ def fuse(
 
 
 def fuse_in_regions(joint: JointGraph) -> Fusion:
-    """Group the nodes of each region alone (see `find_regions`). Linear in nodes."""
+    """Group nodes within each region only (see `find_regions`). Linear in nodes."""
     regions = find_regions(joint.graph)
-    region = {n: place for place, r in enumerate(regions) for n in r.nodes}
-    fusion = fuse(joint, region.__contains__, part_of=region.get)
-    returned = {(n, 0) for r in regions for n in r.outputs}
+    region_of: dict[fx.Node, int] = {}
+    returned: set[Storage] = set()
+    for index, region in enumerate(regions):
+        region_of.update(dict.fromkeys(region.nodes, index))
+        returned.update((node, 0) for node in region.outputs)
+    fusion = fuse(joint, region_of.__contains__, part_of=region_of.get)
     return Fusion(fusion.group, fusion.kept_inside - returned)
 
 
 def read_until(joint: JointGraph, fusion: Fusion) -> dict[Storage, int]:
-    """Return the position until which kernels need storages that they are the last to read.
+    """Return the position until which kernels need the storages that they are the last to read.
 
-    A kernel reads and writes at once. So what it reads last is there until it has written its last
-    result, unless a result of the same bytes takes its place. Linear in nodes.
+    A kernel reads and writes at the same time. So a storage that it reads last is needed until the
+    kernel has written its last result, unless a result of the same bytes takes its place. Linear in
+    nodes.
     """
     roots = storage_roots(joint.graph)
-    last_reader: dict[Storage, tuple[int, fx.Node]] = {}
-    end: dict[int, int] = {}
-    results: dict[int, Counter[int]] = defaultdict(Counter)
+    last_reader: dict[Storage, fx.Node] = {}
+    position: dict[fx.Node, int] = {}
+    last_result: dict[int, int] = {}  # by group, the position
+    num_results: dict[int, Counter[int]] = defaultdict(Counter)  # by group and bytes
     for place, node in enumerate(joint.graph.nodes):
+        position[node] = place
         for source in inputs_of(node):
-            last_reader[roots[source]] = (place, node)
+            last_reader[roots[source]] = node
         group = fusion.group.get(node)
         if group is not None and roots[node] == (node, 0) and (node, 0) not in fusion.kept_inside:
-            end[group] = place
-            results[group][_bytes((node, 0))] += 1
+            last_result[group] = place
+            num_results[group][_bytes((node, 0))] += 1
     until = {}
-    for storage, (place, node) in last_reader.items():
+    for storage, node in last_reader.items():
         group = fusion.group.get(node)
-        if group is None or fusion.group.get(storage[0]) == group or end.get(group, 0) <= place:
+        if group is None or fusion.group.get(storage[0]) == group:
+            continue
+        if last_result.get(group, 0) <= position[node]:
             continue
         size = _bytes(storage)
-        if results[group][size]:
-            results[group][size] -= 1
+        if num_results[group][size]:
+            num_results[group][size] -= 1
         else:
-            until[storage] = end[group]
+            until[storage] = last_result[group]
     return until
 
 
@@ -146,11 +160,14 @@ class _Groups:
     def add(self, node: fx.Node, place: int, sources: list[fx.Node], part: object) -> None:
         """Merge the groups of the nodes that a node reads, where allowed, and add the node."""
         groups = {self._merged(self._group[s]) for s in sources if s in self._group}
-        joined = {g for g in groups - self._closed if self._part[g] == part and place - g <= _REACH}
+        joined = set()
+        for group in groups - self._closed:
+            if self._part[group] == part and place - group <= _REACH:
+                joined.add(group)
         self._closed |= groups - joined
         first = min(joined, default=place)
-        for each in joined - {first}:
-            self._merged_into[each] = first
+        for group in joined - {first}:
+            self._merged_into[group] = first
         self._group[node] = first
         self._part[first] = part
 

@@ -126,8 +126,8 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no TOML
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{key} {path}: cannot be read: {reason}. Name a TOML file, best a changed copy of one "
-            "of configs/hardware"
+            f"{key} {path}: cannot be read: {reason}. Name a TOML file, such as a changed copy of "
+            "one of configs/hardware"
         ) from error
     names = [f.name for f in fields(Hardware) if f.name != "name"]
     if table and table.keys().isdisjoint(names):
@@ -142,7 +142,8 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         else:
             hint = did_you_mean(entry, names, "did you mean '{}'?", "leave it out")
             problems.append(f"unknown key '{entry}': {hint}")
-    if missing := [entry for entry in names if entry not in table]:
+    missing = [entry for entry in names if entry not in table]
+    if missing:
         problems.append(
             f"{', '.join(missing)} missing; copy a profile of configs/hardware and change it"
         )
@@ -176,14 +177,15 @@ _MAY_BE_ZERO = {
 
 
 def _problems(key: str, value: Any) -> Iterator[str]:
-    """Say what is wrong with the value of a key."""
-    said, least = f"{key} = {value!r}", 0 if key in _MAY_BE_ZERO else 1e-30
+    """Describe what is wrong with the value of a key."""
+    setting = f"{key} = {value!r}"
+    least = 0 if key in _MAY_BE_ZERO else 1e-30
     if key == "device":
         if value not in ("cuda", "cpu"):
-            yield f'{said}: write "cuda" or "cpu"'
+            yield f'{setting}: write "cuda" or "cpu"'
     elif key == "peak_flops":
         if not isinstance(value, dict) or "float32" not in value:
-            yield f"{said}: a table of FLOP/s by dtype, float32 among them"
+            yield f"{setting}: write a table of FLOP/s by dtype, with float32"
             return
         for dtype, number in value.items():
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -194,10 +196,10 @@ def _problems(key: str, value: Any) -> Iterator[str]:
     elif type(value) is int and value.bit_length() > 1000:
         yield f"{key}: a number that no machine has"
     elif type(value) not in (int, float) or not least <= value < float("inf"):
-        yield f"{said}: not a positive number"
+        yield f"{setting}: not a positive number"
     elif key == "collective_compute_share" and value >= 1:
-        yield f"{said}: nothing would be left to compute with; write below 1"
+        yield f"{setting}: leaves nothing to compute with; write a number below 1"
     elif key.endswith("_efficiency") and value > 1:
-        yield f"{said}: a part of the peak, between 0 and 1"
+        yield f"{setting}: a part of the peak, between 0 and 1"
     elif key == "devices_per_node" and value != int(value):
-        yield f"{said}: not a whole number"
+        yield f"{setting}: not a whole number"

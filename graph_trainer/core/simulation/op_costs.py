@@ -1,4 +1,4 @@
-"""How long each node of a graph takes on some hardware, from its FLOPs and its bytes."""
+"""The time that each node of a graph takes on some hardware, from its FLOPs and its bytes."""
 
 from __future__ import annotations
 
@@ -87,65 +87,70 @@ _READ_NOT_SELF = {
 }
 
 # Allocates the buffer of an all-gather and writes the part of one rank: from the bucketing of
-# torch._inductor.fx_passes, in graphs captured by others.
+# torch._inductor.fx_passes, in graphs that other tools captured.
 _WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
 
 
 def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> dict[fx.Node, Cost]:
-    """Return the cost of every node on one rank. Collectives cost nothing, nor do a GPU's copies to
-    host memory and back: they take the time of links. Linear in nodes.
+    """Return the cost of every node on one rank. Linear in nodes.
 
-    A node takes the time of its FLOPs at the efficiency of its kind or the time of its bytes,
-    whichever is longer, and at least the time of a launch. A fused group is launched once, reads
-    only storages from outside and writes only storages that other nodes read.
+    Collectives and a GPU's copies to host memory and back cost nothing here: they take the time of
+    links. Any other node takes the time of its FLOPs at the efficiency of its kind or the time of
+    its bytes, whichever is longer, and at least the time of a launch. A fused group is launched
+    once, reads only storages from outside and writes only storages that other nodes read.
     """
-    free, known_flops = free_nodes(joint.graph), _flops_by_node(joint.graph)
-    roots, size = storage_roots(joint.graph), _sizes(joint.graph)
-    read_by: dict[int, set[Storage]] = {}  # what a fused group has read so far
+    is_free = free_nodes(joint.graph)
+    flops_by_node = _flops_by_node(joint.graph)
+    roots = storage_roots(joint.graph)
+    size = _sizes(joint.graph)
+    read_by: dict[int, set[Storage]] = {}  # the storages that a fused group has read so far
 
     def traffic_of(node: fx.Node) -> tuple[int, bool]:
-        """Return the bytes that a node moves, and whether a launch belongs to it."""
+        """Return the bytes that a node moves, and whether a kernel is launched for it."""
         group = fusion.group.get(node)
-        written, reads = _moved(node, size)
+        written, reads = _traffic_alone(node, size)
         if group is None:
             return written + sum(reads.values()), True
         launches = group not in read_by
-        seen = read_by.setdefault(group, set())
+        already_read = read_by.setdefault(group, set())
         moved = 0 if roots[node] in fusion.kept_inside else written
-        for source, read in reads.items():
+        for source, num in reads.items():
             root = roots[source]
             inside = fusion.group.get(root[0]) == group
-            if read and not inside and root not in seen:
-                seen.add(root)
-                moved += read
+            if num and not inside and root not in already_read:
+                already_read.add(root)
+                moved += num
         return moved, launches
 
     cost = {}
     for node in joint.graph.nodes:
-        if free[node] or node.op != "call_function" or is_collective(node):
+        if is_free[node] or node.op != "call_function" or is_collective(node):
             cost[node] = _FREE
             continue
         if starts_copy(node) and hardware.device != "cpu":
-            cost[node] = Cost(CostKind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
+            num = nbytes_of(tensor_of(node))
+            cost[node] = Cost(CostKind.HOST_COPY, seconds=0.0, flops=0, bytes=num)
             continue
         moved, launches = traffic_of(node)
-        flops, kind = known_flops[node]
+        flops, kind = flops_by_node[node]
         seconds = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
         if flops:
             dtype = next((t.dtype for n in inputs_of(node) for t in tensors_of(n)), None)
             peak = hardware.flops(dtype or torch.float32) * hardware.clock
-            attention = kind is CostKind.ATTENTION
-            reached = hardware.attention_efficiency if attention else hardware.matmul_efficiency
-            seconds = max(seconds, flops / (peak * reached))
+            efficiency = hardware.matmul_efficiency
+            if kind is CostKind.ATTENTION:
+                efficiency = hardware.attention_efficiency
+            seconds = max(seconds, flops / (peak * efficiency))
         least = hardware.launch_seconds if launches else 0.0
         cost[node] = Cost(kind, max(seconds, least), flops, moved)
     return cost
 
 
-def _moved(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Node, int]]:
-    """Return the bytes that a node writes, and those that it reads of each input."""
-    written, schema = size[node], schema_of(node)
+def _traffic_alone(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Node, int]]:
+    """Return the bytes that a node writes and those that it reads of each input, without fusion."""
+    written = size[node]
     reads = {source: size[source] for source in inputs_of(node)}
+    schema = schema_of(node)
     name = "" if schema is None else schema.name
     if name in _WRITE_ONE_PART:
         ranks = argument(node, "group_size")
@@ -153,9 +158,10 @@ def _moved(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Nod
         return written // ranks, reads
     if name in _READ_NOT_SELF:
         overwritten = argument(node, "self")
-        reads = {source: 0 if source is overwritten else size for source, size in reads.items()}
+        if overwritten in reads:
+            reads[overwritten] = 0
     if name in _LOOKUPS:
-        reads = {source: min(size, written) for source, size in reads.items()}
+        reads = {source: min(num, written) for source, num in reads.items()}
     return written, reads
 
 
@@ -177,8 +183,8 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
     packet = node.target.overloadpacket
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sized(value_of(n)))
     if packet is aten._grouped_mm:  # products of groups, which torch's counter does not know
-        # Every row of `a` belongs to one group, or every column where the groups are along the
-        # summed dimension; each group has its own columns of `b`, where offsets divide those.
+        # Every row of `a` belongs to one group, or every column if the groups are along the summed
+        # dimension. If offsets divide the columns of `b`, each column belongs to one group too.
         a, b = cast(tuple[torch.Tensor, torch.Tensor], args[:2])
         columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
         return int(2 * a.numel() * columns), CostKind.MATMUL
@@ -191,7 +197,9 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
     flops = int(count(*args, **kwargs, out_val=sized(value_of(node))))
     if "attention" not in schema.name:
         return flops, CostKind.MATMUL
-    return (flops // 2 if is_causal(node) else flops), CostKind.ATTENTION
+    if is_causal(node):
+        flops //= 2
+    return flops, CostKind.ATTENTION
 
 
 _flops_by_node = once_per_node(flops_of)

@@ -34,12 +34,13 @@ class Runtime:
     compiled: Callable[[fx.Node], bool]
     """Which nodes the compiler sees, if the backend compiles."""
     pools: Pools
-    """Those of the allocator."""
+    """The pools of the allocator."""
     keeps_saved: bool
     """Whether tensors that autograd or a checkpoint saved stay alive until the backward of their
     layer ends, even if it does not read them."""
     runs_backend: bool
-    """Whether a backend of ours runs the graph, and so decides what is compiled together."""
+    """Whether a backend of graph_trainer runs the graph, and so decides what is compiled together.
+    """
     copies_buckets: bool
     """Whether gathered parameters are copied out of their bucket, on the compute stream, and
     gradients into their bucket, on the communication stream."""
@@ -59,7 +60,7 @@ class Runtime:
         return fuse(joint, self.compiled)
 
     def copy_seconds(self, collective: Collective, hardware: Hardware) -> float:
-        """Return the seconds in which a collective's bucket is copied, 0 where none is."""
+        """Return the seconds in which a collective's bucket is copied, 0 if it is not."""
         if not self.copies_buckets or collective.role is None:
             return 0.0
         gathers = collective.role is Role.UNSHARD
@@ -107,7 +108,7 @@ loss; autograd and selective checkpointing keep saved tensors even if backward d
 them."""
 
 RUNTIMES = {runtime.name: runtime for runtime in (GRAPH_TRAINER, TORCHTITAN)}
-"""All of them by name."""
+"""All runtimes by name."""
 
 
 def mark_saved(joint: JointGraph) -> None:

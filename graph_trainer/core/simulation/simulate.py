@@ -21,7 +21,7 @@ from graph_trainer.core.simulation.timeline import Timeline, play
 
 
 class OtherMemory(NamedTuple):
-    """What determines the memory of a step on this rank, beside the graph and its inputs."""
+    """What the memory of a step on this rank depends on, beside the graph and its inputs."""
 
     optimizer_bytes: int = 0
     """Optimizer state, from the second step on."""
@@ -34,19 +34,19 @@ class OtherMemory(NamedTuple):
 
 
 NO_OTHER_MEMORY = OtherMemory()
-"""What a run without optimizer and microbatches has."""
+"""For a run without optimizer and microbatches."""
 
 
 class Need(NamedTuple):
-    """What a step needs of a device, in bytes."""
+    """The memory that a step needs on a device, in bytes."""
 
     alive: int
     """The most bytes alive at once."""
     allocated: int
-    """What the allocator takes for them, gaps included."""
+    """The bytes that the allocator takes for them, with gaps."""
     total: int
-    """What the device must have: this is compared with a memory limit, and with the memory that a
-    device has."""
+    """The bytes that the device must have. Memory limits, and the memory of devices, are compared
+    with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Simulation:
     other: OtherMemory = NO_OTHER_MEMORY
 
     def again(self) -> Simulation:
-        """Simulate the same graph with the sizes that are expected now (see `DataSizes`)."""
+        """Simulate the same graph with the sizes to expect now (see `DataSizes`)."""
         return simulate(self.joint, self.hardware, self.other, self.runtime)
 
     def need(self) -> Need:
-        """Return what the step needs of its device, as `need_of`."""
+        """Return the memory that the step needs on its device, as `need_of`."""
         return need_of(self.memory, self.hardware, self.runtime)
 
 
@@ -77,8 +77,10 @@ def simulate(
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
-    """Simulate the graph of one rank as it is now, on the device of `hardware`. Errors are those of
-    `collectives`. Linear in nodes."""
+    """Simulate the current graph of one rank on the device of `hardware`. Linear in nodes.
+
+    Raises as `collectives` does.
+    """
     with unchanging(joint.graph):
         issued = collectives(joint)
         fusion = runtime.fusion(joint, other.fused, other.in_regions)
@@ -95,8 +97,11 @@ def predicted_memory(
     runtime: Runtime = GRAPH_TRAINER,
     fusion: Fusion | None = None,
 ) -> Memory:
-    """Predict the memory of a step, as `simulate` does; `fusion` is that of the runtime, if it is
-    known. Linear in nodes."""
+    """Predict the memory of a step, as `simulate` does. Linear in nodes.
+
+    Args:
+        fusion: the fusion of the runtime, if it is known; None to compute it.
+    """
     with unchanging(joint.graph):
         fusion = fusion or runtime.fusion(joint, other.fused, other.in_regions)
         kept = read_until(joint, fusion)
@@ -114,10 +119,11 @@ def predicted_memory(
 
 
 def need_of(memory: Memory, hardware: Hardware, runtime: Runtime = GRAPH_TRAINER) -> Need:
-    """Compute what a step needs of a device. n log n in storages.
+    """Compute the memory that a step needs on a device. n log n in storages.
 
-    On a GPU the segments of the caching allocator, and what its profile reserves for the driver
-    and the communication library; on a CPU, where memory is taken byte by byte, what is alive.
+    A GPU needs the segments of the caching allocator, and the bytes that its profile reserves for
+    the driver and the communication library. A CPU allocates byte by byte, and needs the bytes
+    alive.
     """
     alive = allocated = memory.peak_bytes
     if hardware.device == "cuda":

@@ -1,5 +1,5 @@
-"""Simulate a step on one compute stream, one stream for each process group, and one for copies to
-host memory and one for copies back."""
+"""Simulate a step on its streams: one for compute, one for each process group, and one each for
+copies to host memory and for copies back."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class Timeline:
     def exposed_seconds(self) -> dict[Traffic, float]:
         """Return the seconds that the compute stream is idle, by purpose of the collective."""
         total: dict[Traffic, float] = defaultdict(float)
-        for each in self.exposed:
-            total[each.traffic] += each.seconds
+        for wait in self.exposed:
+            total[wait.traffic] += wait.seconds
         return dict(total)
 
 
 def stream_names(issued: list[Collective]) -> dict[tuple[int, ...], str]:
-    """Return a short name for every group, unique by a number where needed."""
+    """Return a short name for every group, with a number if the name is not unique."""
     names: dict[tuple[int, ...], str] = {}
     used: Counter[str] = Counter()
-    for ranks in dict.fromkeys(each.ranks for each in issued):
+    for ranks in dict.fromkeys(collective.ranks for collective in issued):
         name = describe_ranks(ranks)
         used[name] += 1
         names[ranks] = f"{name} ({used[name]})" if used[name] > 1 else name
@@ -102,23 +102,27 @@ def play(
     """Simulate a graph in its order. Linear in nodes.
 
     Compute nodes run one after another. A collective starts when the compute stream reaches it
-    and the stream of its group is free. Compute goes on meanwhile, and is idle at a wait until
+    and the stream of its group is free. Compute continues meanwhile, and is idle at a wait until
     the collective is complete. While a collective runs, compute has a smaller part of the device;
     streams do not slow each other down otherwise. A GPU's copies to host memory and back run like
-    collectives, on a stream for each direction; they take nothing of the compute. `issued` and
-    `cost` are what `collectives` and `costs` return; the copies that `runtime` makes of buckets
-    take time too.
+    collectives, on a stream for each direction, and do not slow compute down. The copies that
+    `runtime` makes of buckets take time too.
+
+    Args:
+        issued, cost: the results of `collectives` and `costs`.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued, dict(joint.gradients()))
     names = stream_names(issued)
-    roots, kinds = storage_roots(joint.graph), collective_kinds(joint.graph)
-    copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
-    free: dict[str, float] = defaultdict(float)
+    roots = storage_roots(joint.graph)
+    kinds = collective_kinds(joint.graph)
+    bucket_copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
+    # the times at which streams become free, and at which collectives and copies end
+    group_free: dict[str, float] = defaultdict(float)
     link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
-    copied: dict[fx.Node, float] = {}
-    copy_wait_seconds = 0.0
+    copy_end: dict[fx.Node, float] = {}
     ends: dict[object, tuple[float, Collective]] = {}
+    copy_wait_seconds = 0.0
     events: list[Event] = []
     starts: list[float] = []
     exposed: list[ExposedWait] = []
@@ -126,41 +130,45 @@ def play(
     now = 0.0
     for node in joint.graph.nodes:
         starts.append(now)
-        each, kind = cost[node], kinds[node]
+        kind = kinds[node]
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]
             seconds = collective_seconds(collective, hardware)
             if collective.role is Role.REDUCE_GRAD:  # into the bucket, before it is reduced
-                seconds += copies.pop(node)
-            start = max(now, free[stream])
-            free[stream] = start + seconds
-            ends[roots[node]] = (free[stream], collective)
+                seconds += bucket_copies.pop(node)
+            start = max(now, group_free[stream])
+            group_free[stream] = start + seconds
+            ends[roots[node]] = (group_free[stream], collective)
             events.append(Event(node, stream, start, seconds))
-        elif each.kind is CostKind.HOST_COPY:
+        elif cost[node].kind is CostKind.HOST_COPY:
             stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
-            seconds = hardware.host_copy_seconds(each.bytes)
+            seconds = hardware.host_copy_seconds(cost[node].bytes)
             start = max(now, link_free[stream])
-            copied[node] = link_free[stream] = start + seconds
+            link_free[stream] = start + seconds
+            copy_end[node] = link_free[stream]
             events.append(Event(node, stream, start, seconds))
         elif waits_for_copy(node):
-            idle = max(0.0, copied.get(node.all_input_nodes[0], 0.0) - now)
+            idle = max(0.0, copy_end.get(node.all_input_nodes[0], 0.0) - now)
             copy_wait_seconds += idle
             now += idle
         elif kind is not None and kind.effect is Effect.WAITS:
+            # a coalesced collective has one root for all of its results
             issuer = ends.get(roots[node]) or ends.get((roots[node][0], 0))
             if issuer is None:
                 continue
-            end, waited = issuer
+            end, collective = issuer
             if end > now:
-                exposed.append(ExposedWait(node, waited, traffic[waited.node], end - now))
+                purpose = traffic[collective.node]
+                exposed.append(ExposedWait(node, collective, purpose, end - now))
                 now = end
-            if copying := copies.pop(waited.node, 0.0):
-                events.append(Event(node, COMPUTE, now, copying))
-                now += copying
-        elif each.seconds:
-            communicating = max(free.values(), default=0.0) - now
-            seconds = stretched(each.seconds, communicating, hardware)
+            seconds = bucket_copies.pop(collective.node, 0.0)  # out of the bucket
+            if seconds:
+                events.append(Event(node, COMPUTE, now, seconds))
+                now += seconds
+        elif cost[node].seconds:
+            communicating = max(group_free.values(), default=0.0) - now
+            seconds = stretched(cost[node].seconds, communicating, hardware)
             if role_of(node) is None:
                 exposed[undelayed:] = [replace(w, delayed=node) for w in exposed[undelayed:]]
                 undelayed = len(exposed)
@@ -169,13 +177,17 @@ def play(
     busy: dict[str, float] = defaultdict(float)
     for event in events:
         busy[event.stream] += event.seconds
-    end = max([now, *free.values(), *link_free.values()])
+    end = max([now, *group_free.values(), *link_free.values()])
     return Timeline(events, starts, end, dict(busy), exposed, copy_wait_seconds)
 
 
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:
-    """Return the seconds of a kernel that takes `seconds` alone and starts now, where collectives
-    run for `communicating` more seconds."""
+    """Return the seconds of a kernel that starts now while collectives run.
+
+    Args:
+        seconds: the time of the kernel without collectives.
+        communicating: for how many more seconds collectives run.
+    """
     if communicating <= 0:
         return seconds
     speed = 1 - hardware.collective_compute_share
