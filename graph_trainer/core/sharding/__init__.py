@@ -1,4 +1,4 @@
 """SimpleFSDP: parameters as DTensors, gathered by the model's own forward.
 
-No torchtitan, and nothing of graphs: a sharded model also runs without a capture.
+Independent of torchtitan and of graphs: a sharded model also runs without a capture.
 """

@@ -1,7 +1,7 @@
 """The collectives that sharded data and context parallelism need, as traceable ops.
 
 Each returns a finished tensor: the wait follows its op directly, in eager and in the captured
-graph, and passes move them apart later. Groups of one do nothing.
+graph, and passes increase the distance later. In a group of one rank they do nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         shard: [rows, ...], contiguous, the same shape on every rank.
 
     Returns:
-        [rows * group size, ...] in rank order of the group.
+        [rows * group size, ...] in the order of the group's ranks.
     """
     if group.size() == 1:
         return shard
@@ -38,13 +38,13 @@ def reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     """
     if group.size() == 1:
         return full
-    # SUM and never AVG: gloo's AVG has been seen wrong; the caller scales.
+    # SUM and never AVG, because gloo's AVG has returned wrong results; the caller scales.
     reduced = c10d_functional.reduce_scatter_tensor(full, "sum", group.size(), group.group_name)
     return c10d_functional.wait_tensor(reduced)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum over the group; a new tensor of the same shape."""
+    """Sum over the group, and return a new tensor of the same shape."""
     if group.size() == 1:
         return tensor
     return c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor, "sum", group.group_name))

@@ -13,16 +13,17 @@ from graph_trainer.errors import ConfigError
 
 
 class SameOnAnyMesh(TorchDispatchMode):
-    """Inside, a random op on a sharded parameter draws the whole parameter and keeps its shard.
+    """Inside, a random op on a sharded parameter draws the full parameter and keeps its shard.
 
-    Every rank draws the same numbers from its default generator, which must be in the same
-    state on all of them. So one rank, eight ranks and eight thousand start from the same
-    model, also on devices where DTensor's generator does not work (CPU). Memory: one
-    whole parameter at a time. A plain tensor that is copied to a sharded parameter is the value of
-    the whole parameter. Code that reads a value of a sharded tensor, as trunc_normal_ does to draw
-    again until all are within bounds, gets that of the whole tensor: with the values of their
-    shards, ranks would draw different numbers from there on. Ops that make a new random tensor
-    like a DTensor (rand_like) are drawn whole too; what they return is sharded like their input.
+    Every rank draws the same numbers from its default generator, which must be in the same state on
+    all ranks. So one rank, eight ranks and eight thousand start from the same model, also on
+    devices where DTensor's generator does not work (CPU). Needs memory for one full parameter.
+
+    A plain tensor that is copied to a sharded parameter is the value of the full parameter. A
+    scalar that is read from a sharded tensor is that of the full tensor: trunc_normal_ reads one to
+    draw again until all numbers are within bounds, and ranks that read the values of their shards
+    would draw different numbers afterwards. Ops that make a new random tensor like a DTensor
+    (rand_like) draw the full tensor too, and their result is sharded like their input.
     """
 
     def __torch_dispatch__(
@@ -32,41 +33,44 @@ class SameOnAnyMesh(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
             # a scalar may be a partial sum or maximum on each rank; no backend adds booleans
             scalar = args[0]
-            local, mesh = scalar.to_local(), scalar.device_mesh
+            mesh = scalar.device_mesh
+            local = scalar.to_local()
             part: torch.Tensor = local.to(torch.int64) if local.dtype is torch.bool else local
             total = DTensor.from_local(part, mesh, scalar.placements, run_check=False)
             value = total.redistribute(placements=[Replicate()] * mesh.ndim).to_local().item()
             return bool(value) if local.dtype is torch.bool else value
-        like = args[0] if args else None
-        if func is torch.ops.aten.copy_.default and isinstance(like, DTensor):
-            value = args[1]
-            if not isinstance(value, DTensor):  # the whole value, the same on every rank
-                like.to_local().copy_(shard_of(value.expand(like.shape), like))
-                return like
-        if not isinstance(like, DTensor) or torch.Tag.nondeterministic_seeded not in func.tags:
+        parameter = args[0] if args else None
+        if not isinstance(parameter, DTensor):
             return func(*args, **kwargs)
-        if any(isinstance(other, DTensor) for other in (*args[1:], *kwargs.values())):
+        if func is torch.ops.aten.copy_.default and not isinstance(args[1], DTensor):
+            full_value = args[1].expand(parameter.shape)  # the same on every rank
+            parameter.to_local().copy_(shard_of(full_value, parameter))
+            return parameter
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if any(isinstance(value, DTensor) for value in (*args[1:], *kwargs.values())):
             raise ConfigError(
-                f"{func} initialises a sharded parameter from another sharded tensor; only "
-                "random ops with one sharded tensor can give the same numbers on every mesh"
+                f"{func} initialises a sharded parameter from another sharded tensor, and only "
+                "random ops with one sharded tensor can give the same numbers on every mesh: "
+                "initialise the parameter with one of these"
             )
         in_place = func._schema.is_mutable
         if not in_place and not func._schema.name.endswith("_like"):
             raise ConfigError(
-                f"{func} computes from the values of a sharded tensor; initialise parameters "
+                f"{func} computes from the values of a sharded tensor: initialise parameters "
                 "with in-place random ops, normal_ for example"
             )
-        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        drawn = func(whole, *args[1:], **kwargs)
-        local = shard_of(drawn, like)
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        drawn = func(full, *args[1:], **kwargs)
+        shard = shard_of(drawn, parameter)
         if in_place:
-            like.to_local().copy_(local)
-            return like
+            parameter.to_local().copy_(shard)
+            return parameter
         return DTensor.from_local(
-            local.clone(),
-            like.device_mesh,
-            like.placements,
+            shard.clone(),
+            parameter.device_mesh,
+            parameter.placements,
             run_check=False,
-            shape=like.shape,
+            shape=parameter.shape,
             stride=drawn.stride(),
         )

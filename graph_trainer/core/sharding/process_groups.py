@@ -1,6 +1,6 @@
 """Process groups that a pass needs and the model does not have.
 
-Every rank of the world takes part when a group is made, member or not, and in the same order:
+Every rank of the world must take part when a group is made, member or not, and in the same order:
 without one of the ranks the others wait forever.
 """
 
@@ -20,28 +20,29 @@ _MADE_HERE = "graph_trainer"
 
 
 def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict[Partition, str]:
-    """Return the name of this rank's group in each partition of the world, made where needed.
+    """Return the name of this rank's group in each partition of the world; make missing groups.
 
-    A group that was made here for an earlier graph or pass is used again. Every rank of the
-    world calls this, with the same partitions in any order.
+    Uses a group that was made here for an earlier graph or pass again. Every rank of the world must
+    call this, with the same partitions in any order.
 
     Args:
         agreement: the ranks that call this.
 
     Raises:
-        PassError: the ranks ask for different groups; or a group is to be made while other ranks
-            do not take part.
+        PassError: the ranks need different groups; or a group is missing while other ranks do not
+            take part.
     """
     if not partitions:
         return {}
-    # A partition is made on all ranks at once, so all ranks find theirs or none; groups made
-    # elsewhere may exist on some ranks only and do not count.
-    world, everyone = dist.group.WORLD, tuple(range(dist.get_world_size()))
+    # A partition is made on all ranks at once, so it exists on all ranks or on none. Groups of
+    # other code may exist on some ranks only, and are not used.
+    world = dist.group.WORLD
     assert world is not None
+    all_ranks = tuple(range(dist.get_world_size()))
     ranks_of = dict(process_groups())
     names: dict[Partition, str] = {}
     for partition in partitions:
-        if partition == (everyone,):
+        if partition == (all_ranks,):
             names[partition] = str(world.group_name)
         for group in groups_made():
             if ranks_of[group] in partition:
@@ -49,15 +50,15 @@ def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict
     missing = sorted(set(partitions) - names.keys())
     if missing and agreement.is_apart:
         raise PassError(
-            "a batch makes this rank's graph ask for process groups that its first graph did not "
-            "need, and the other ranks do not make them now; let every batch read the same "
+            "a batch makes this rank's graph need process groups that its first graph did not "
+            "need, and the other ranks do not make them now: let every batch read the same "
             "parameters, or leave the pass out with PassConfig.disable_passes"
         )
     if missing and not agreement.same(missing):
         raise PassError(
-            f"the ranks ask for different process groups, rank {dist.get_rank()} for those of "
-            f"{[p[0] for p in missing]} and the like; look for code in the model that depends "
-            "on the rank, or leave the pass out with PassConfig.disable_passes"
+            f"the ranks need different process groups, rank {dist.get_rank()} those that are "
+            f"parallel to {[partition[0] for partition in missing]}: look for code in the model "
+            "that depends on the rank, or leave the pass out with PassConfig.disable_passes"
         )
     for partition in missing:
         for ranks in partition:

@@ -26,32 +26,33 @@ class Detected(NamedTuple):
 
     hardware: Hardware
     why: str
-    """Its name and why it was chosen; where `exact` is False, also the key to set."""
+    """Its name and the reason for the choice; if `exact` is False, also the setting to change."""
     exact: bool
-    """Whether the profile describes this device, and is not a substitute."""
+    """Whether the profile describes this device, and does not replace that of an unknown one."""
 
 
 def detect_hardware(device: torch.device | None = None) -> Detected:
     """Choose the profile for a device of this machine.
 
-    A GPU gets the profile whose name begins with its model (A100, H100, H200, B200), that of the
-    nearest memory where there are several. Any other GPU gets that of the data-center chip of its
-    compute capability, and any device but a GPU gets `cpu`; `why` then says so.
+    A GPU gets the profile whose name begins with its model (A100, H100, H200, B200); of several
+    profiles, that with the nearest memory. Any other GPU gets the profile of the data-center chip
+    of its compute capability, and any other device gets `cpu`; `why` reports the replacement.
 
     Args:
-        device: what the step runs on; None or meta for the current GPU, or the CPU where there is
-            none.
+        device: the device that the step runs on; None or meta for the current GPU, or the CPU if
+            there is no GPU.
 
     Raises:
         ConfigError: the profiles that come with graph_trainer are missing.
     """
     kind = "" if device is None or device.type == "meta" else device.type
     if kind == "cpu" or not (kind or torch.cuda.is_available()):
-        return Detected(load_hardware("cpu", HARDWARE), "cpu, as the step runs on CPU", True)
+        profile = load_hardware("cpu", HARDWARE)
+        return Detected(profile, "cpu, as the step runs on CPU", exact=True)
     if kind not in ("", "cuda"):
-        return _instead("cpu", f"a device of type '{kind}'")
+        return _replacement("cpu", f"a device of type '{kind}'")
     if not torch.cuda.is_available():  # a graph made for another machine
-        return _instead("h100-sxm", "a GPU that is not here")
+        return _replacement("h100-sxm", "a GPU that is not here")
     properties = torch.cuda.get_device_properties(device if kind else None)
     name = str(properties.name)
     memory = properties.total_memory / GIB
@@ -64,20 +65,21 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
     if not profiles:
         major = min(max(properties.major, min(_OF_CAPABILITY)), max(_OF_CAPABILITY))
         capability = f"{properties.major}.{properties.minor}"
-        return _instead(_OF_CAPABILITY[major], f"{name} (compute capability {capability})")
+        return _replacement(_OF_CAPABILITY[major], f"{name} (compute capability {capability})")
     nearest = min(profiles, key=lambda profile: abs(profile.memory_gib - memory))
     other_form = re.search(r"PCIe|NVL\b", name) is not None  # shipped profiles are of SXM boards
     if other_form or abs(nearest.memory_gib - memory) > _SAME_MEMORY * memory:
-        return _instead(nearest.name, f"{name} ({memory:.1f} GiB)")
-    return Detected(nearest, f"{nearest.name}, as the device is {name}", True)
+        return _replacement(nearest.name, f"{name} ({memory:.1f} GiB)")
+    return Detected(nearest, f"{nearest.name}, as the device is {name}", exact=True)
 
 
-def _instead(profile: str, device: str) -> Detected:
+def _replacement(profile: str, device: str) -> Detected:
+    """Return a profile for a device that has none."""
     why = (
         f"{profile} in place of {device}, which has no profile: set {HARDWARE} to one of "
         f"{', '.join(known_hardware())}, or to the path of a profile of your own"
     )
-    return Detected(load_hardware(profile, HARDWARE), why, False)
+    return Detected(load_hardware(profile, HARDWARE), why, exact=False)
 
 
 def detect_for(joint: JointGraph) -> Detected:

@@ -381,10 +381,10 @@ def test_at_exit_a_thread_that_still_holds_a_tensor_is_waited_for_but_not_for_ev
     def run(group, rank):
         tensor = torch.ones(4099)
         group.allreduce([tensor]).wait()
-        _wait_until_dropped(group._held)
+        _wait_until_dropped(group._in_use)
         rounds = [group._gloo, group._second_gloo]
-        assert set(group._held) == {id(each) for each in rounds}
-        assert all(each() is None for held in group._held.values() for each in held)
+        assert set(group._in_use) == {id(each) for each in rounds}
+        assert all(each() is None for held in group._in_use.values() for each in held)
 
     on_ranks(2, run)
     held = [torch.ones(1)]
