@@ -7,7 +7,7 @@ from torch import fx
 from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
 from graph_trainer.core.graph.ops import Storage, storage_roots, storages_in, value_storages
 from graph_trainer.core.graph.signature import OutputKind
-from graph_trainer.core.partition.export import half_of
+from graph_trainer.core.partition.exported_step import half_of
 
 
 def peaks_of(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, int]:

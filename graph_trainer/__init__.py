@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from graph_trainer.core.capture.forward_alone import capture_forward
     from graph_trainer.core.capture.tracing.offload_regions import offload
     from graph_trainer.core.graph.joint_graph import JointGraph
-    from graph_trainer.core.partition.backend import backend
-    from graph_trainer.core.partition.export import ExportedStep
+    from graph_trainer.core.partition.exported_step import ExportedStep
     from graph_trainer.core.partition.partitioned_step import PartitionedStep, partition
+    from graph_trainer.core.partition.torch_compile_backend import backend
     from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
     from graph_trainer.core.passes.context import PassContext
     from graph_trainer.core.passes.pass_list import PassConfig

@@ -28,7 +28,7 @@ from graph_trainer.core.runtime.backends.registry import (
 from graph_trainer.core.simulation.detect import HARDWARE, detect_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import plain_table, print_table
+from graph_trainer.planner.terminal import plain_table, print_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def print_config(argv: Sequence[str]) -> int:
     """
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.config.schema import toml_schema
-    from graph_trainer.titan.config.serialize import config_to_toml
+    from graph_trainer.titan.config.write_toml import config_to_toml
 
     rest = [word for word in argv if word != SCHEMA]
     config = load_config(rest, prog="graph-trainer config")
@@ -183,7 +183,7 @@ def print_passes(argv: Sequence[str]) -> int:
     from rich.text import Text
 
     from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
-    from graph_trainer.planner.console import print_table
+    from graph_trainer.planner.terminal import print_table
 
     named = []
     if argv:  # the modules of the config import torchtitan, which takes seconds

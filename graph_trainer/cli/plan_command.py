@@ -35,26 +35,26 @@ from graph_trainer.planner.changes import (
     memory_curve,
     settings,
 )
-from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_comparison, write_page
+from graph_trainer.planner.perfetto_trace import write_trace
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, model_name, versions
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.plan_report import plan_report, readable_report
+from graph_trainer.planner.plan_tables import comparison_table, fit_and_speed, report_text
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import comparison_table, fit_and_speed, report_text
-from graph_trainer.planner.trace import write_trace
+from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.check import check_config, wanted_ranks, world_size_from_environment
 from graph_trainer.titan.config.core_settings import with_config_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.device_memory import share_of_host
 from graph_trainer.titan.files import check_outputs, published
-from graph_trainer.titan.memory_table import memory_table_to_toml
+from graph_trainer.titan.memory_table_file import memory_table_to_toml
 from graph_trainer.titan.routing import Routing, mixtures_of, read_routing
 
 _DESCRIPTION = """\

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 

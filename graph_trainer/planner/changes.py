@@ -19,11 +19,11 @@ from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner.captures import what_is_captured
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
 from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
 from graph_trainer.planner.processes import in_processes
+from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import LIMIT_KEY, config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import COMMAND_LINE

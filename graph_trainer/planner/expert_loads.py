@@ -15,8 +15,8 @@ from graph_trainer.core.graph.annotations import block_of, value_of
 from graph_trainer.core.graph.data_sizes import DataSizes, data_sizes_of
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.plan import ExpertLoad, ExpertLoads, Plan
+from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.routing import RoutedMicrobatch, Routing, mixtures_of
 

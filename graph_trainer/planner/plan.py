@@ -27,11 +27,11 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
 from graph_trainer.core.units import GIB
-from graph_trainer.planner.agreement import AsFarAsKnown
 from graph_trainer.planner.captures import Captures
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
+from graph_trainer.planner.simulated_agreement import AsFarAsKnown
+from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes

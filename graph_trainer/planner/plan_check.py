@@ -19,9 +19,9 @@ from graph_trainer.titan.config.core_settings import LIMIT_KEY as KEY
 from graph_trainer.titan.config.core_settings import with_config_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.sources import read_flags, show, take_flags
 from graph_trainer.titan.config.toml_file import parse_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 
 FLAG = "--plan"
 FLAGS = ("plan", "dry_run")

@@ -28,11 +28,11 @@ from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.core_settings import LIMIT_KEY, with_config_keys
-from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.context_parallel import applied_method
+from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
-from graph_trainer.titan.memory_table import in_ranges
+from graph_trainer.titan.memory_table_file import in_ranges
+from graph_trainer.titan.parallelize_context import applied_method
 
 SCHEMA = "graph_trainer.plan/2"
 """Changes when a key changes its meaning or goes; new keys do not change it."""

@@ -23,11 +23,11 @@ from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import plain_table, print_table
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.saved_plan import Predicted
+from graph_trainer.planner.terminal import plain_table, print_table
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.observer import ReportedRun
 from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes

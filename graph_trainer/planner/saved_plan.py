@@ -19,14 +19,14 @@ from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.passes.pass_list import pass_list
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
+from graph_trainer.planner.simulated_agreement import AsFarAsKnown, Passes, as_agreed, decided_by
+from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.step_inputs import pass_config
 from graph_trainer.titan.strict import Strict
 

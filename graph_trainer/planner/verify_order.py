@@ -15,10 +15,10 @@ from graph_trainer.core.ordering.sequences import Sequence, issued_by
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
-from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.captures import Captures
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.simulated_agreement import AsFarAsKnown, Passes, as_agreed, decided_by
+from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 

@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import (
 
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.titan.config.toml_file import read_toml
-from graph_trainer.titan.memory_table import memory_table_of
+from graph_trainer.titan.memory_table_file import memory_table_of
 
 
 class LayersAC(FullAC):

@@ -14,7 +14,7 @@ from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
 from torchtitan.config import CompileConfig
 
 from graph_trainer.core.graph.annotations import annotation
-from graph_trainer.core.sharding.collectives import all_gather
+from graph_trainer.core.sharding.functional_collectives import all_gather
 from graph_trainer.errors import ConfigError
 
 _HEAD = "lm_head"

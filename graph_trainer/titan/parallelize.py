@@ -28,7 +28,7 @@ from graph_trainer.core.sharding.simple_fsdp import (
 )
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.activation_policies import POLICIES
-from graph_trainer.titan.context_parallel import (
+from graph_trainer.titan.parallelize_context import (
     Applied,
     applied_method,
     apply_context_parallel,

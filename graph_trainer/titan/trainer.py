@@ -47,7 +47,7 @@ from graph_trainer.titan.config.run_config import (
     of_captured_steps,
     with_text_of_training,
 )
-from graph_trainer.titan.config.serialize import save_resolved_config
+from graph_trainer.titan.config.write_toml import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
 from graph_trainer.titan.device import (
@@ -57,8 +57,8 @@ from graph_trainer.titan.device import (
     resident_growth,
 )
 from graph_trainer.titan.device_memory import MemoryOfRun
-from graph_trainer.titan.export import described, write_beside_weights
-from graph_trainer.titan.memory_table import memory_table_to_toml
+from graph_trainer.titan.hugging_face_export import described, write_beside_weights
+from graph_trainer.titan.memory_table_file import memory_table_to_toml
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans
 from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver

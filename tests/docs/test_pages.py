@@ -129,7 +129,7 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
     import tomllib
 
     from graph_trainer.titan.config.load import load_config
-    from graph_trainer.titan.config.serialize import config_to_toml
+    from graph_trainer.titan.config.write_toml import config_to_toml
 
     monkeypatch.chdir(workplace(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -24,7 +24,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role, is_backward
 from graph_trainer.core.graph.ops import is_collective, is_random, is_wait
-from graph_trainer.core.runtime.backends.regional.backend import compile_graph
+from graph_trainer.core.runtime.backends.regional.regional import compile_graph
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events

@@ -21,8 +21,8 @@ from graph_trainer.core.graph.annotations import annotate_node, annotation, para
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
+from graph_trainer.planner.perfetto_trace import WAITS, Slice, slices, tracks
 from graph_trainer.planner.plan import Outcome, Plan, make_plan
-from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser, hover
 

@@ -19,7 +19,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.training_state_memory import trained_bytes
 from tests.integration.matrix import arguments
 from tests.tiny_transformers import FAMILIES, config_of, flags_of, folder_of

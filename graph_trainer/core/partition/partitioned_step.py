@@ -17,7 +17,7 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.graph.subclasses import unwrap, with_stride, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
-from graph_trainer.core.runtime.backends.base import BoxedFunction
+from graph_trainer.core.runtime.backends.backend import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.guard import Guard
 from graph_trainer.core.runtime.step import output_tensor, run_compiled

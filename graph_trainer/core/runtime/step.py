@@ -16,7 +16,7 @@ from graph_trainer.core.graph.ops import argument, is_collective
 from graph_trainer.core.graph.signature import Output, OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.runtime.backends.base import BoxedFunction
+from graph_trainer.core.runtime.backends.backend import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.collective_failure import failed_collective
 from graph_trainer.core.runtime.guard import Guard

@@ -15,7 +15,11 @@ import torch.distributed as dist
 from torch.fx.traceback import annotate
 
 from graph_trainer.core.graph.annotations import annotation
-from graph_trainer.core.sharding.collectives import all_gather, all_to_all, reduce_scatter
+from graph_trainer.core.sharding.functional_collectives import (
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+)
 
 Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 

@@ -25,7 +25,11 @@ from torch.nn.parameter import is_lazy
 
 from graph_trainer.core.graph.annotations import Role, annotation
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from graph_trainer.core.sharding.functional_collectives import (
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 from graph_trainer.core.torch_private import PARAMETERS, StridedShard
 from graph_trainer.core.torch_private_groups import concatenate_meshes
 from graph_trainer.errors import CheckpointError, ConfigError

@@ -235,7 +235,7 @@ class TrainStep:
             run = partition(joint, model, self.backend, compare_ranks=together)
             return _Partitioned(joint, run)
         # imports torch._dynamo, for seconds
-        from graph_trainer.core.partition.export import ExportedStep
+        from graph_trainer.core.partition.exported_step import ExportedStep
 
         step = partition(joint, model, compare_ranks=False)
         with ExportedStep(step, *args, **kwargs) as exported:

@@ -11,9 +11,9 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import CostKind
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
+from graph_trainer.planner.perfetto_trace import WAIT, WAITS, nanoseconds, slices, tracks
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.plan_report import CATEGORIES, PURPOSES
-from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
 
 KINDS = {
     CostKind.MATMUL.value: "matmuls",

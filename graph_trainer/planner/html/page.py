@@ -14,12 +14,12 @@ from markupsafe import Markup
 from rich.table import Column, Table
 
 from graph_trainer.core.units import gib
-from graph_trainer.planner import text
+from graph_trainer.planner import plan_tables as text
 from graph_trainer.planner.html.drawn import drawn
 from graph_trainer.planner.measures import duration, measure, size
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.plan_report import CATEGORIES, readable_report
-from graph_trainer.planner.text import allowed_bytes, bound_of
+from graph_trainer.planner.plan_tables import allowed_bytes, bound_of
 from graph_trainer.titan.config.core_settings import LIMIT_KEY
 
 _ASSETS = resources.files("graph_trainer.planner.html")

@@ -9,7 +9,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
-from graph_trainer.titan.context_parallel import heads_that_do_not_divide
+from graph_trainer.titan.parallelize_context import heads_that_do_not_divide
 from graph_trainer.titan.routing import mixtures_of
 
 _DEGREE = "parallelism.context_parallel_degree"

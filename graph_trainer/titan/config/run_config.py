@@ -30,11 +30,11 @@ from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan import activation_policies
 from graph_trainer.titan.checkpointer import with_checked_checkpoints
-from graph_trainer.titan.context_parallel import Method
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.optimizer import SharedOptimizerConfig, with_shared_settings
 from graph_trainer.titan.parallelize import parallelize_decoder
+from graph_trainer.titan.parallelize_context import Method
 from graph_trainer.titan.routing import SAVE_ROUTING, MetricsWithRouting
 
 # help, schema and checks of compile.backend show what the registry lists

@@ -15,8 +15,8 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.plan_report import readable_report
+from graph_trainer.planner.plan_tables import report_text
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import report_text
 from graph_trainer.testing import Builder
 from graph_trainer.titan.config.load import load_config
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from graph_trainer.core.text import WIDTH
-from graph_trainer.planner.console import Name, plain_table, print_table, progress
 from graph_trainer.planner.measures import duration, measure, size
+from graph_trainer.planner.terminal import Name, plain_table, print_table, progress
 
 
 def widest(printed):

@@ -13,11 +13,11 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner import changes
-from graph_trainer.planner.agreement import decided_by
 from graph_trainer.planner.changes import advise, flags_of, memory_curve
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.plan_report import plan_report, readable_report
-from graph_trainer.planner.text import report_text
+from graph_trainer.planner.plan_tables import report_text
+from graph_trainer.planner.simulated_agreement import decided_by
 from graph_trainer.titan.config.load import load_config
 
 BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.55"]

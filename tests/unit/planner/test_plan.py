@@ -37,7 +37,7 @@ from graph_trainer.planner.html.page import fit_text, write_page
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.plan_report import plan_report, readable_report
-from graph_trainer.planner.text import comparison_table
+from graph_trainer.planner.plan_tables import comparison_table
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.files import published
 from graph_trainer.titan.training_state_memory import (

@@ -22,7 +22,7 @@ from graph_trainer.planner.plan import versions
 from graph_trainer.planner.plan_check import PlanCheck, differences, load_config_and_plan
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.testing import Builder
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 from tests.unit.core.simulation.machines import has
 from tests.unit.planner.conftest import RANKS, config_of
 

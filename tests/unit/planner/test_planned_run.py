@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graph_trainer.core.sharding.collectives import all_gather, all_reduce
+from graph_trainer.core.sharding.functional_collectives import all_gather, all_reduce
 from graph_trainer.core.text import WIDTH
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import print_table
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.planned_run import (
     WARM_UP,
@@ -22,6 +21,7 @@ from graph_trainer.planner.planned_run import (
     comparison,
     comparison_table,
 )
+from graph_trainer.planner.terminal import print_table
 from graph_trainer.testing import become
 from graph_trainer.titan.training_state_memory import local_bytes
 from tests.unit.planner.conftest import config_of

@@ -25,9 +25,9 @@ from graph_trainer.core.passes.offload_activations import OffloadActivationsOpti
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
-from graph_trainer.planner import trace
+from graph_trainer.planner import perfetto_trace as trace
 from graph_trainer.planner.html.drawn import drawn
-from graph_trainer.planner.trace import WAITS, nanoseconds
+from graph_trainer.planner.perfetto_trace import WAITS, nanoseconds
 from graph_trainer.testing import mean_square
 from graph_trainer.titan.files import check_outputs, published
 from tests.unit.graphs import Decoder, fake_world

@@ -13,13 +13,13 @@ from graph_trainer.core.graph.signature import Signature
 from graph_trainer.core.passes.memory_limit import unknown
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.report import Report
-from graph_trainer.core.sharding.collectives import all_reduce
+from graph_trainer.core.sharding.functional_collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.planner.agreement import decided_by
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.saved_plan import plan_every_class
+from graph_trainer.planner.simulated_agreement import decided_by
 from graph_trainer.planner.verify_order import (
     MOST_CLASSES,
     check_shapes,

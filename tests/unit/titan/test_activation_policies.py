@@ -26,7 +26,7 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.activation_policies import LayersAC, activation_settings
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
 

@@ -26,7 +26,7 @@ from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.plan_report import readable_report
 from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.context_parallel import applied_method, apply_context_parallel
+from graph_trainer.titan.parallelize_context import applied_method, apply_context_parallel
 from tests.unit.fake_ranks import in_threads
 
 from torchtitan.models.common.attention import ScaledDotProductAttention  # isort: skip

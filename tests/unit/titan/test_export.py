@@ -19,9 +19,9 @@ from graph_trainer.errors import CheckpointError, GraphTrainerError
 from graph_trainer.titan.checkpoint_files import HF_INDEX, SUMS, ManifestWriter, damage
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.serialize import save_resolved_config
+from graph_trainer.titan.config.write_toml import save_resolved_config
 from graph_trainer.titan.data.tokenizer import TOKENIZER
-from graph_trainer.titan.export import export
+from graph_trainer.titan.hugging_face_export import export
 from tests.odd_weights import OddAdapter, OddModel, differing, expected
 
 from torchtitan.components.checkpointer.dcp import CheckpointManager  # isort: skip

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import graph_trainer as gt
 from graph_trainer.core.passes.memory_table import KeptOp, MemoryTable
-from graph_trainer.titan.memory_table import (
+from graph_trainer.titan.memory_table_file import (
     from_ranges,
     in_ranges,
     memory_table_of,

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
+from graph_trainer.core.runtime.backends.backend import Backend, BoxedFunction
 from graph_trainer.core.torch_private import profiler_enabled
 
 

@@ -7,7 +7,7 @@ import torch
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import OutputKind
-from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
+from graph_trainer.core.runtime.backends.backend import Backend, BoxedFunction
 from graph_trainer.core.torch_private_inductor import compile_with_inductor
 
 

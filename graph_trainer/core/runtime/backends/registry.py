@@ -7,10 +7,10 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from graph_trainer.core.runtime.backends.base import Backend
+from graph_trainer.core.runtime.backends.backend import Backend
 from graph_trainer.core.runtime.backends.eager import EAGER
 from graph_trainer.core.runtime.backends.inductor import INDUCTOR
-from graph_trainer.core.runtime.backends.regional.backend import REGIONAL
+from graph_trainer.core.runtime.backends.regional.regional import REGIONAL
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 

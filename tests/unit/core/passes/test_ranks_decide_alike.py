@@ -19,7 +19,7 @@ from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.planner.agreement import as_agreed, decided_by
+from graph_trainer.planner.simulated_agreement import as_agreed, decided_by
 from graph_trainer.testing import become
 from tests.examples import examples
 from tests.unit.core.simulation.machines import machine

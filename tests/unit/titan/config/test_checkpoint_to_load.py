@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from graph_trainer.cli.export import main as export_main
+from graph_trainer.cli.export_command import main as export_main
 from graph_trainer.cli.launcher import prepare
 from graph_trainer.cli.main import main
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.checkpoint_reader import METADATA
 from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.serialize import save_resolved_config
-from graph_trainer.titan.export import export
+from graph_trainer.titan.config.write_toml import save_resolved_config
+from graph_trainer.titan.hugging_face_export import export
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from graph_trainer.cli import main as cli
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.step_inputs import passes_of
 from tests.unit.titan.config.test_config_errors import BASE
 

@@ -13,7 +13,7 @@ from graph_trainer.cli import main as cli
 from graph_trainer.titan.config.build import settable_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.schema import toml_schema
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 from tests.unit.titan.config.test_config_errors import BASE
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -22,8 +22,8 @@ from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
     to_graph_trainer_config,
 )
-from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
 from graph_trainer.titan.config.sources import COMMAND_LINE, Origins
+from graph_trainer.titan.config.write_toml import config_to_toml, save_resolved_config
 from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]

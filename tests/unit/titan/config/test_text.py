@@ -8,7 +8,7 @@ import pytest
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import with_text_of_training
-from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.write_toml import config_to_toml
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ from graph_trainer.core.passes.plan_memory.solver import frontier
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
-from graph_trainer.planner.agreement import as_agreed
+from graph_trainer.planner.simulated_agreement import as_agreed
 from graph_trainer.testing import targets
-from graph_trainer.titan.memory_table import memory_table_of, memory_table_to_toml
+from graph_trainer.titan.memory_table_file import memory_table_of, memory_table_to_toml
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 

@@ -14,7 +14,7 @@ from graph_trainer.core.passes.offload_activations import (
     offload_activations,
 )
 from graph_trainer.core.runtime.backends import eager, inductor
-from graph_trainer.core.runtime.backends.regional.backend import compile_graph as compile_regions
+from graph_trainer.core.runtime.backends.regional.regional import compile_graph as compile_regions
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.testing import Builder, assert_same
 from tests.unit.core.runtime.backends.test_regional import as_it_stands

@@ -11,7 +11,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.runtime.backends import eager
-from graph_trainer.core.runtime.backends.regional.backend import checked, compile_graph, program_key
+from graph_trainer.core.runtime.backends.regional.regional import (
+    checked,
+    compile_graph,
+    program_key,
+)
 from graph_trainer.core.torch_private import FakeTensorMode, TorchDispatchMode
 from graph_trainer.testing import Builder
 from tests.examples import examples

@@ -122,7 +122,7 @@ aten = torch.ops.aten
 b = Builder()
 x = b.input("x", 64, 40)
 value = b.call(aten.add.Tensor, b.call(aten.sin.default, x), b.call(aten.cos.default, x))
-from graph_trainer.core.runtime.backends.regional.backend import compile_graph
+from graph_trainer.core.runtime.backends.regional.regional import compile_graph
 (loss,) = compile_graph(b.joint(b.total(value)))([torch.ones(64, 40)])
 expected = 64 * 40 * (torch.tensor(1.0).sin() + torch.tensor(1.0).cos())
 torch.testing.assert_close(loss, expected)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 BACKEND = """
-from graph_trainer.core.runtime.backends.base import Backend
+from graph_trainer.core.runtime.backends.backend import Backend
 from graph_trainer.core.runtime.backends.eager import compile_graph
 
 compiled = []

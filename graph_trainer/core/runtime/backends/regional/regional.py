@@ -18,7 +18,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aliased_input, is_getitem, written_arguments
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.graph.value_numbers import ValueNumbers
-from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
+from graph_trainer.core.runtime.backends.backend import Backend, BoxedFunction
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.runtime.backends.regional.cache import compile_all
 from graph_trainer.core.torch_private import FakeTensorMode

@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in
     from graph_trainer.titan.checkpoint_reader import METADATA
     from graph_trainer.titan.config.load import load_config
-    from graph_trainer.titan.export import export
     from graph_trainer.titan.files import why_no_folder
+    from graph_trainer.titan.hugging_face_export import export
 
     if not is_complete(flags.checkpoint):
         steps: list[str] = []

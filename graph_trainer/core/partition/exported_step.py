@@ -36,9 +36,9 @@ from graph_trainer.core.graph.ops import erase_unused, is_collective, is_getitem
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.partition.backend import OnPartition, observed, run_as_it_is
 from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
+from graph_trainer.core.partition.torch_compile_backend import OnPartition, observed, run_as_it_is
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.passes.pipeline import run_tags
 from graph_trainer.core.runtime.backends.registry import find_backend

@@ -9,8 +9,8 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.memory_table import MemoryTable
-from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.processes import in_processes
+from graph_trainer.planner.terminal import OnProgress
 
 T = TypeVar("T")
 Passes = tuple[object, ...]
