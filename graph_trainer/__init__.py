@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ExportedStep": "core.partition.export",
+    "ExportedStep": "core.partition.exported_step",
     "JointGraph": "core.graph.joint_graph",
     "MixedPrecisionPolicy": "core.sharding.simple_fsdp",
     "NoOptions": "core.passes.base",
@@ -85,7 +85,7 @@ _MODULES = {
     "PassContext": "core.passes.context",
     "Stage": "core.passes.base",
     "Step": "core.runtime.step",
-    "backend": "core.partition.backend",
+    "backend": "core.partition.torch_compile_backend",
     "capture": "core.capture.capture",
     "capture_forward": "core.capture.forward_alone",
     "check_capture": "core.training.check_capture",
