@@ -1,5 +1,5 @@
-"""The core: one joint graph of a train step, and what is computed, decided and run on it.
+"""The core: capture the joint graph of a train step, analyse it, change it by passes, and run it.
 
-It serves any nn.Module. It imports torch and the standard library and nothing of the other
-packages of graph_trainer but its errors.
+It serves any nn.Module. It imports torch, the standard library and, of the rest of graph_trainer,
+only the errors.
 """

@@ -1,10 +1,10 @@
-"""Names of parameters and modules as users and checkpoints know them."""
+"""Names of parameters and modules, as users and checkpoints write them."""
 
 from __future__ import annotations
 
 from torch import nn
 
-# Names that wrappers put into FQNs; checkpoints and users know parameters without them.
+# Names that wrappers put into FQNs; checkpoints and users write FQNs without them.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
@@ -14,7 +14,7 @@ def clean_fqn(fqn: str) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that checkpoint and compile wrappers are around, itself without any."""
+    """Return the module inside checkpoint and compile wrappers; the module itself without any."""
     for name, child in module.named_children():
         if name in _WRAPPER_NAMES:
             return unwrapped(child)

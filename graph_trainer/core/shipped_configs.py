@@ -1,4 +1,4 @@
-"""Where the configs and hardware profiles that come with the package lie."""
+"""The folders of the configs and hardware profiles that come with the package."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def config_folders(name: str = "") -> list[Path]:
-    """List the folders `name` of configs/ that are there: the installed copy, then a checkout's."""
+    """List the existing folders `name` of configs/: the installed copy, then that of a checkout."""
     folders = (parent / "configs" / name for parent in (_PACKAGE, _PACKAGE.parent))
     return [folder for folder in folders if folder.is_dir()]

@@ -1,7 +1,7 @@
 """Every private or version-dependent name of torch, with the reason it is needed.
 
-Checked for torch 2.13 to 2.15 where a name says nothing else. The rest of the package uses public
-names only; tests/unit/test_imports.py checks that.
+Checked for torch 2.13 to 2.15 unless a comment names other versions. The rest of the package uses
+public names only; tests/unit/test_imports.py checks that.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 # Inside, real tensors reach their kernels, whatever modes are active.
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 
-# The mode by which random ops on sharded parameters are drawn whole. The subclass protocol by which
-# DTensor and friends say what they wrap: documented for subclass authors, private in name.
+# A mode that sees every op. The protocol by which subclasses such as DTensor list their inner
+# tensors: documented for authors of subclasses, private in name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper
 
@@ -71,8 +71,8 @@ c10d_functional = torch.ops._c10d_functional
 def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> None:
     """Let a mode of fake tensors run its ops by another function, as `FakeTensorMode.dispatch`.
 
-    On the one object and no subclass of it: higher-order ops have rules for the class
-    FakeTensorMode alone, looked up by type.
+    Replaces it on the object, and not in a subclass: higher-order ops look up their rules by type,
+    and have them for the class FakeTensorMode alone.
     """
     mode.dispatch = dispatch  # type: ignore[method-assign]
 
@@ -92,8 +92,8 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
     """Inside, enter `around(group name)` whenever DTensor takes this rank's local slice of a
     replicated tensor, as each rank of the group does at the same place of the program.
 
-    A trace alone cannot tell this from rank 0 reading the first rows, as all ranks may. Shard's
-    method is the one place through which all such redistributions go.
+    A trace alone does not show this: rank 0 reading its slice looks like all ranks reading the
+    first rows. All such redistributions call this method of Shard.
     """
     original = Shard._replicate_to_shard
 
@@ -106,10 +106,10 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 def strided_shards_outside_traces() -> contextlib.AbstractContextManager[Any]:
-    """While entered: which rows a strided shard has is computed from real indices, as in eager.
+    """Inside, compute the rows of a strided shard from real indices, as in eager.
 
-    `_StridedShard` computes it with tensors and reads them, which a trace has no values for. It has
-    the method since torch 2.11 at the latest.
+    `_StridedShard` computes them with tensors and reads their values, which a trace does not have.
+    It has the method since torch 2.11 at the latest.
     """
     original = StridedShard.local_shard_size_and_offset
 
@@ -123,11 +123,11 @@ def strided_shards_outside_traces() -> contextlib.AbstractContextManager[Any]:
 def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None]:
     """Let selective checkpointing save and recompute while it is traced, as it does eagerly.
 
-    torch.utils.checkpoint sees make_fx at work and takes it for torch.compile: it then keeps
-    every result, recomputes nothing, only tags, and takes in-place meta functions for mutations
-    of what it keeps ("Tensor cached during selective activation checkpoint has been mutated").
-    In this context checkpoint takes the trace for an eager run. torch 2.13; a torch without
-    the context raises what it raises.
+    torch.utils.checkpoint detects make_fx and treats it as torch.compile: it then keeps every
+    result, recomputes nothing, only tags, and mistakes in-place meta functions for writes into
+    results that it keeps ("Tensor cached during selective activation checkpoint has been mutated").
+    In this context checkpoint treats the trace as an eager run. torch 2.13; without the context,
+    torch may raise its error.
     """
     return getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)()
 
@@ -135,8 +135,8 @@ def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None
 def has_registered_effect(target: Any) -> bool:
     """Return whether an op is declared to have an effect when it is called.
 
-    An operator's register_effect (which `_higher_order_ops.effects` records) and
-    fx.node.has_side_effect declare it; torch has no public way to read either.
+    An operator's register_effect (recorded in `_higher_order_ops.effects`) and
+    fx.node.has_side_effect declare effects; torch has no public way to read either.
     """
     from torch._higher_order_ops import effects
 
@@ -150,14 +150,14 @@ inputs_of = operator.attrgetter("_input_nodes")
 times in each analysis of each node."""
 
 NODE_ATTRIBUTES = ("op", "target", "_args", "_kwargs")
-"""What a node is, without the properties around the last two, which take twice the time."""
+"""The attributes that define a node. `_args` and `_kwargs` take half the time of the properties."""
 
 
 def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Set what a new node is given.
+    """Set the arguments of a new node.
 
-    The setters of `args` and `kwargs` call this method of torch 2.13 too, one after the other,
-    and Node.__setattr__ takes the node out of the table of find_nodes and puts it back each time.
+    The setters of `args` and `kwargs` call this method of torch 2.13 too, one after the other, and
+    Node.__setattr__ removes the node from the table of find_nodes and adds it again each time.
     """
     node._update_args_kwargs(args, kwargs)
 
@@ -170,13 +170,15 @@ def rename_node(graph: fx.Graph, node: fx.Node, name: str) -> None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for two (fake) tensors exactly when they share a storage."""
+    """Return a number that two (fake) tensors share exactly if they share a storage."""
     return tensor.untyped_storage()._cdata
 
 
-PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
-"""The dicts in which a module keeps what is registered on it, since the first release of torch.nn.
-get_parameter and get_submodule use getattr, and so may find a property of the class instead."""
+# The dicts of a module's registered parameters, buffers and modules, since the first release of
+# torch.nn. get_parameter and get_submodule use getattr, and may find a property of the class.
+PARAMETERS = "_parameters"
+BUFFERS = "_buffers"
+MODULES = "_modules"
 
 
 @contextlib.contextmanager
@@ -190,48 +192,56 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
             attributes that are one of these tensors are replaced as well.
     """
     modules = list(model.modules())
-    saved = [[dict(each) for each in (*tensor_dicts(m), vars(m))] for m in modules]
+    registered_before = []
+    attributes_before = []
+    for module in modules:
+        registered_before.append([dict(named) for named in tensor_dicts(module)])
+        attributes_before.append(dict(vars(module)))
     try:
         for module in modules:
             # a plain attribute may be a buffer too, as the original table of a rotary embedding
-            for place in (*tensor_dicts(module)[:2], vars(module)):
-                place.update(
-                    {n: replacement[id(t)] for n, t in place.items() if id(t) in replacement}
+            parameters, buffers, _ = tensor_dicts(module)
+            for named in (parameters, buffers, vars(module)):
+                named.update(
+                    {n: replacement[id(t)] for n, t in named.items() if id(t) in replacement}
                 )
         yield
     finally:
-        for module, (*contents, attributes) in zip(modules, saved, strict=True):
-            for place, content in zip(tensor_dicts(module), contents, strict=True):
-                place.clear()
-                place.update(content)
+        for module, registered in zip(modules, registered_before, strict=True):
+            for named, before in zip(tensor_dicts(module), registered, strict=True):
+                named.clear()
+                named.update(before)
+        for module, attributes in zip(modules, attributes_before, strict=True):
             for name, value in attributes.items():
                 if id(value) in replacement and vars(module).get(name) is replacement[id(value)]:
                     vars(module)[name] = value
 
 
 def without_torch_functions() -> contextlib.AbstractContextManager[None]:
-    """Inside, no mode sees reads of tensors' attributes, each of which would call its Python.
+    """Inside, reads of tensors' attributes do not call Python code of modes.
 
-    torch._C.DisableTorchFunction is what implementations of __torch_function__ use themselves; the
-    public DisableTorchFunctionSubclass leaves modes on.
+    Implementations of __torch_function__ use torch._C.DisableTorchFunction themselves; the public
+    DisableTorchFunctionSubclass leaves modes on.
     """
     return torch._C.DisableTorchFunction()
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Let isinstance(tensor, nn.Parameter) hold, as torch itself does for subclasses of Tensor."""
+    """Make isinstance(tensor, nn.Parameter) true, as torch itself does for subclasses of Tensor."""
     tensor._is_param = True
 
 
 def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts of a module's own parameters, buffers and modules."""
-    return [vars(module)[kind] for kind in (PARAMETERS, BUFFERS, MODULES)]
+    """Return the dicts of the parameters, buffers and modules registered on a module itself."""
+    return [vars(module)[name] for name in (PARAMETERS, BUFFERS, MODULES)]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return a tensor's hooks on its gradient, and those that run once it is in `.grad`, as
-    register_hook and register_post_accumulate_grad_hook keep them. torch has no public way to read
-    them."""
+    """Return a tensor's hooks on its gradient, and its hooks that run after it is added to `.grad`.
+
+    register_hook and register_post_accumulate_grad_hook add them; torch has no public way to read
+    them.
+    """
     on_gradient = getattr(tensor, "_backward_hooks", None) or {}
     after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
     return list(on_gradient.values()), list(after.values())
@@ -241,41 +251,46 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
-    """Return what a step runs beside the forwards of the classes, in order.
+    """Return the functions that a step runs beside the forwards of the classes, in order.
 
-    These are hooks of all modules, of a model's modules and parameters, and forwards that are
-    attributes of a module. torch.nn has no public list of them. Read in every step, so that each
+    These are hooks of all modules, hooks of a model's modules and parameters, and forwards that are
+    attributes of a module. torch.nn has no public list of them. This runs in every step, so each
     empty dict costs one look-up.
     """
-    hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
-    hooks: list[Callable[..., Any]] = [hook for each in hooks_of_all for hook in each.values()]
+    hooks: list[Callable[..., Any]] = []
+    for name in _HOOKS:
+        hooks += vars(torch.nn.modules.module)[f"_global{name}"].values()
     for module in modules:
-        contents = vars(module)
-        if "forward" in contents:
-            hooks.append(contents["forward"])
-        for kind in _HOOKS:
-            if of_kind := contents[kind]:
-                hooks += of_kind.values()
-        for parameter in vars(module)[PARAMETERS].values():
+        attributes = vars(module)
+        if "forward" in attributes:
+            hooks.append(attributes["forward"])
+        for name in _HOOKS:
+            if attributes[name]:
+                hooks += attributes[name].values()
+        for parameter in attributes[PARAMETERS].values():
             if parameter is not None and (
                 parameter._backward_hooks or parameter._post_accumulate_grad_hooks
             ):
-                hooks += [hook for each in tensor_hooks(parameter) for hook in each]
+                on_gradient, after_accumulation = tensor_hooks(parameter)
+                hooks += [*on_gradient, *after_accumulation]
     return tuple(hooks)
 
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module runs `forward` when it is called, and none of the hooks that it has. The
-    dicts of hooks are attributes since the first releases of torch.nn."""
-    contents = vars(module)
-    before = {name: contents[name] for name in ("forward", *_HOOKS) if name in contents}
-    contents.update({"forward": forward, **{name: OrderedDict() for name in _HOOKS}})
+    """Inside, let a module run `forward` when it is called, and none of its hooks.
+
+    The dicts of hooks are attributes since the first releases of torch.nn.
+    """
+    attributes = vars(module)
+    before = {name: attributes[name] for name in ("forward", *_HOOKS) if name in attributes}
+    attributes["forward"] = forward
+    attributes.update({name: OrderedDict() for name in _HOOKS})
     try:
         yield
     finally:
-        del contents["forward"]
-        contents.update(before)
+        del attributes["forward"]
+        attributes.update(before)
 
 
 def fake_like(
@@ -285,59 +300,65 @@ def fake_like(
     mode: FakeTensorMode,
     device: torch.device,
 ) -> torch.Tensor:
-    """Make a fake tensor like another one, of a shape, strides and device, with its own storage.
+    """Make a fake tensor like another one, of a shape, strides and device, in a new storage.
 
     By its class, which has no public name: an op in a FakeTensorMode takes ten times as long for
-    each of thousands of parameters, and ten milliseconds and more where sizes are symbols.
+    each of thousands of parameters, and ten milliseconds and more if sizes are symbols.
     """
     with no_dispatch():
         if all(type(size) is int for size in (*shape, *stride)):
-            like = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+            meta = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
         else:
-            like = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
-        like.requires_grad_(value.requires_grad)
-        return FakeTensor(mode, like, device)
+            meta = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
+        meta.requires_grad_(value.requires_grad)
+        return FakeTensor(mode, meta, device)
 
 
 def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
-    """Make a value like another one whose sizes data decide, with symbols of its own.
+    """Make a value like another one whose sizes data decide, with other symbols.
 
-    ShapeEnv's methods are undocumented; to run the op again takes milliseconds where sizes are sums
-    of many symbols.
+    ShapeEnv's methods are undocumented; running the op again would take milliseconds if sizes are
+    sums of many symbols.
 
     Args:
-        value: a fake tensor, a size, or anything else, which is returned as it is.
-        sizes: by expression of a size of such values, the size to take; missing ones are made.
+        value: a fake tensor, a size, or any other value, which is returned itself.
+        sizes: from the expressions of sizes in such values to the sizes of copies. Missing sizes
+            are added.
     """
 
-    def own(size: Any) -> Any:
+    def size_of_copy(size: Any) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
-        shapes, expression = size.node.shape_env, size.node.expr
+        shape_env = size.node.shape_env
+        expression = size.node.expr
         for symbol in expression.free_symbols - sizes.keys():
-            sizes[symbol] = shapes.create_unbacked_symint()
-            shapes.var_to_range[sizes[symbol].node.expr] = shapes.var_to_range[symbol]
-            shapes.pending_fresh_unbacked_symbols.clear()  # it is in a value: this one
+            sizes[symbol] = shape_env.create_unbacked_symint()
+            shape_env.var_to_range[sizes[symbol].node.expr] = shape_env.var_to_range[symbol]
+            # torch expects a pending symbol in the result of an op: it is in this value
+            shape_env.pending_fresh_unbacked_symbols.clear()
         if expression not in sizes:
             symbols = {symbol: sizes[symbol].node.expr for symbol in expression.free_symbols}
-            sizes[expression] = shapes.create_symintnode(expression.xreplace(symbols), hint=None)
+            copy = expression.xreplace(symbols)
+            sizes[expression] = shape_env.create_symintnode(copy, hint=None)
         return sizes[expression]
 
     if not isinstance(value, FakeTensor):
-        return own(value)
-    shape, stride = tuple(map(own, value.shape)), tuple(map(own, value.stride()))
+        return size_of_copy(value)
+    shape = tuple(size_of_copy(size) for size in value.shape)
+    stride = tuple(size_of_copy(size) for size in value.stride())
     return fake_like(value, shape, stride, value.fake_mode, value.fake_device)
 
 
 def clear_saved_tensors(ctx: Any) -> None:
-    """Free what an autograd function saved, unless its graph is retained; it would stay alive until
-    its backward has ended. Undocumented, used by AOTAutograd."""
+    """Free the tensors that an autograd function saved, unless its graph is retained.
+
+    Otherwise they would be alive until its backward ends. Undocumented, used by AOTAutograd.
+    """
     ctx.maybe_clear_saved_tensors()
 
 
 def fsspec_reader() -> type[FileSystemReader]:
-    """Return the reader that dcp.load takes for remote storage; by public names dcp.load alone can
-    make it."""
+    """Return the class of dcp.load's reader for remote storage, which has no public name."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader

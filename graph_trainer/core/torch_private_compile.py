@@ -1,8 +1,8 @@
 """Every private name of torch.compile and AOTAutograd, with the reason it is needed. See
 `torch_private`. All of them: torch 2.13 to 2.15.
 
-Importing this imports torch._dynamo, which takes seconds and makes a folder: only what compiles
-with AOTAutograd imports it, when it does."""
+Importing this imports torch._dynamo, which takes seconds and makes a folder: import it only where
+AOTAutograd compiles, and only then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch._functorch._aot_autograd import graph_compile
 # AOTAutograd's descriptors of what inputs and outputs are.
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 
-# Whether a node's result is an object that AOTAutograd passes on as it is.
+# Whether a node's result is an object that AOTAutograd passes on unchanged.
 from torch._functorch._aot_autograd.graph_compile import is_opaque_node as is_opaque  # noqa: F401
 from torch._functorch.aot_autograd import (
     aot_compile_joint_with_descriptors,
@@ -57,8 +57,8 @@ def min_cut_of_tags(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition by min-cut, without merging equal nodes.
 
-    Merging would make one gather of a parameter's gather in forward and its repetition in backward.
-    For a budget, the meshes of DTensors have no size.
+    Merging would join a parameter's gather in forward with its repetition in backward. The meshes
+    of DTensors count as objects without a size, which a memory budget needs to know.
     """
     settings = {"cse": False, "unsafe_treat_script_objects_as_zero_size": True}
     with functorch_config.patch(settings):
@@ -93,7 +93,7 @@ def place_in(node: fx.Node, side: str) -> None:
     node.meta["partitioner_tag"] = f"must_be_in_{side}"
 
 
-# What only PyTorch's partitioner reads of AOTAutograd's settings.
+# Prefixes of AOTAutograd's settings that only PyTorch's partitioner reads.
 _OF_THE_PARTITIONER = (
     "activation_",
     "aggressive_recomputation",
@@ -119,17 +119,18 @@ def settings_of(compiler: str) -> tuple[set[str], set[str], set[str]]:
 
 @contextlib.contextmanager
 def _autograd_settings(settings: dict[str, Any]) -> Iterator[None]:
-    """Settings of AOTAutograd, which donates no saved value to backward's results unless asked to.
+    """Inside, apply settings of AOTAutograd, and donate saved values to backward's results only if
+    they ask for it.
 
-    Compiled with `donated_buffer=False` alone, backward still refuses `retain_graph` where the
-    setting is True when it runs: it asks whether the list of donated values is empty, not whether
-    there is one.
+    `donated_buffer=False` alone is not enough: a graph that is compiled so has None in place of the
+    list of donated values. If the setting is True when backward runs, it refuses `retain_graph`
+    unless the list is empty, and None counts as not empty.
     """
-    none: Any = unittest.mock.patch.object(
+    no_donations: Any = unittest.mock.patch.object(
         graph_compile, "collect_bw_donated_buffer_idxs", lambda *graphs: []
     )
-    donates = settings.get("donated_buffer", False)
-    with functorch_config.patch(settings), contextlib.nullcontext() if donates else none:
+    donates = settings.get("donated_buffer", False)  # dict.get takes no keyword
+    with functorch_config.patch(settings), contextlib.nullcontext() if donates else no_donations:
         yield
 
 
@@ -140,8 +141,12 @@ def compile_without_compiler(
     compiler: Compiled,
     settings: dict[str, Any] | None = None,
 ) -> Compiled:
-    """AOTAutograd with a partitioner, and one compiler for forward, backward and inference.
-    Settings are of torch._functorch.config; None for a graph that is not ours."""
+    """Compile by AOTAutograd with a partitioner, and one compiler for forward, backward and
+    inference.
+
+    Args:
+        settings: settings of torch._functorch.config; None for a graph without a partitioned step.
+    """
     backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
     with contextlib.nullcontext() if settings is None else _autograd_settings(settings):
         return backend(module, inputs)
@@ -161,14 +166,14 @@ def compile_partitioned_with_inductor(
     partition: Partition,
     uuid: bytes,
 ) -> Compiled:
-    """Inductor as torch.compile calls it, with settings that hold for this module alone.
+    """Compile by Inductor as torch.compile does, with settings that hold for this module alone.
 
     `config_patches` is applied again when backward is compiled, long after this call.
 
     Args:
-        settings: of torch._inductor.config.
-        autograd_settings: of torch._functorch.config.
-        uuid: of the partitioner, for the key of Inductor's cache.
+        settings: settings of torch._inductor.config.
+        autograd_settings: settings of torch._functorch.config.
+        uuid: identifies the partitioner in the key of Inductor's cache.
     """
 
     class Partitioner(CustomPartitionerFn):
@@ -181,7 +186,7 @@ def compile_partitioned_with_inductor(
         def __reduce__(self) -> Any:  # the key of Inductor's cache pickles all settings
             return bytes, (uuid,)
 
-    # AOTAutograd's cache knows a partitioned step by its name alone; Inductor's knows each half
+    # AOTAutograd's cache identifies a partitioned step by its name alone, Inductor's by its halves
     autograd_settings = {**autograd_settings, "enable_autograd_cache": False}
     in_backward_too = functorch_config.patch(autograd_settings)
     with _autograd_settings(autograd_settings):
@@ -194,7 +199,7 @@ def compile_partitioned_with_inductor(
 
 
 def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Inductor as torch.compile calls it."""
+    """Compile by Inductor as torch.compile does."""
     return inductor.compile_fx(module, list(inputs))
 
 
@@ -205,7 +210,10 @@ ExportedJoint = Any
 def export_joint(
     stack: contextlib.ExitStack, function: Compiled, tensors: Sequence[torch.Tensor]
 ) -> ExportedJoint:
-    """AOTAutograd's joint graph of a function of tensors; `stack` is open until it is compiled."""
+    """Return AOTAutograd's joint graph of a function of tensors.
+
+    `stack` must stay open until the graph is compiled.
+    """
 
     class Function(torch.nn.Module):
         def forward(self, *tensors: torch.Tensor) -> Any:
@@ -216,39 +224,47 @@ def export_joint(
 
 
 def descriptor_of(node: fx.Node) -> Any:
-    """Return AOTAutograd's descriptor of an input; None where it has none."""
+    """Return AOTAutograd's descriptor of an input; None if it has none."""
     return node.meta.get("desc")
 
 
 def argument_of(node: fx.Node) -> int | None:
-    """Return the argument that an input is, or is a part of, by number; None for other inputs."""
-    descriptor = _whole(descriptor_of(node))
+    """Return the index of the argument that an input is, or is a part of; None for other inputs."""
+    descriptor = _without_parts(descriptor_of(node))
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
 
 def gradient_of(descriptor: Any) -> int | None:
-    """Return the argument that an output is the gradient of, by number; None for other outputs."""
-    argument = getattr(_whole(descriptor), "grad_of", None)
+    """Return the index of the argument whose gradient an output is; None for other outputs."""
+    argument = getattr(_without_parts(descriptor), "grad_of", None)
     return getattr(argument, "idx", None)
 
 
-def _whole(descriptor: Any) -> Any:
-    while hasattr(descriptor, "base"):  # of a plain tensor in a subclass
+def _without_parts(descriptor: Any) -> Any:
+    """Return the descriptor of the tensor that a plain tensor is inside of, else the same one."""
+    while hasattr(descriptor, "base"):
         descriptor = descriptor.base
     return descriptor
 
 
 def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) -> list[Any]:
-    """Let AOTAutograd's flat arguments be the values of the placeholders. Returns the descriptors
-    of arguments that have no placeholder, or not at their place."""
+    """Set AOTAutograd's flat arguments to the values of the placeholders.
+
+    Returns:
+        The descriptors of arguments without a placeholder at their place. If there are any, nothing
+        is set.
+    """
     capture = joint._aot_graph_capture
-    known = [*capture.updated_flat_args_descs[0], *capture.updated_flat_args_descs[1]]
-    descriptors = [descriptor_of(node) for node in placeholders]
-    missing = [a for i, a in enumerate(known) if i >= len(descriptors) or descriptors[i] != a]
+    expected = [*capture.updated_flat_args_descs[0], *capture.updated_flat_args_descs[1]]
+    actual = [descriptor_of(node) for node in placeholders]
+    missing = []
+    for index, descriptor in enumerate(expected):
+        if index >= len(actual) or actual[index] != descriptor:
+            missing.append(descriptor)
     if not missing:
         values = [node.meta["val"] for node in placeholders]
-        count = len(capture.updated_flat_args[0])
-        capture.updated_flat_args = (values[:count], values[count:])
+        num_primals = len(capture.updated_flat_args[0])
+        capture.updated_flat_args = (values[:num_primals], values[num_primals:])
     return missing
 
 

@@ -1,6 +1,6 @@
-"""Private names of torch about process groups and meshes, with the reason each is needed.
+"""Private names of torch for process groups and meshes, with the reason each is needed.
 
-As `torch_private`, which has all others.
+See `torch_private`, which has the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,22 @@ def group_backend(group_name: str) -> str:
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """Return the process groups that this rank is in, with their global ranks in group order. torch
-    keeps them by name and by group and has no public list."""
-    return [(g, tuple(ranks)) for g, ranks in _world.pg_group_ranks.items() if g in _world.pg_map]
+    """Return the process groups that this rank is in, with their global ranks in group order.
+
+    torch has no public list of them.
+    """
+    return [
+        (group, tuple(ranks))
+        for group, ranks in _world.pg_group_ranks.items()
+        if group in _world.pg_map
+    ]
 
 
 def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-    """Make a process group with the ranks in the listed order; every rank of the world calls it.
-    dist.new_group sorts them, unless sort_ranks is False, which torch has from 2.13 on."""
+    """Make a process group with the ranks in the listed order. Every rank of the world calls it.
+
+    dist.new_group sorts the ranks unless sort_ranks is False, an argument since torch 2.13.
+    """
     in_order = list(ranks)
     if in_order == sorted(in_order):
         return dist.new_group(in_order, group_desc=description)
@@ -50,26 +58,27 @@ def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGr
 def gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Make a gloo backend whose collectives run one after the other.
 
-    torch's own constructor takes two threads and no public way leads to another number: with two,
-    collectives of a group run at once, and several all-gathers then corrupt the heap (torch 2.13).
-    Network interfaces are chosen as torch chooses them.
+    torch's constructor takes two threads, and there is no public way to set another number. With
+    two, collectives of a group run at the same time, and several all-gathers then corrupt the heap
+    (torch 2.13). Chooses network interfaces as torch does.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs lack _Options
     options = gloo._Options()
     options._threads = 1
     options._timeout = timeout
-    names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
-    options._devices = [gloo.create_device(interface=n) for n in names[:1]] or [
-        gloo.create_default_device()
-    ]
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if interfaces:
+        options._devices = [gloo.create_device(interface=interfaces[0])]
+    else:
+        options._devices = [gloo.create_default_device()]
     return gloo(store, rank, size, options)
 
 
 def become(rank: int, ranks: int) -> None:
-    """Start over as `rank` of `ranks`, on a fake process group that communicates nothing.
+    """Become `rank` of `ranks`, on a fake process group that communicates nothing.
 
-    An earlier process group is ended first, with what DTensor inferred for its meshes. The backend
-    "fake" and the store that torch makes for it are of torch's own tests. torch 2.11 to 2.15.
+    Destroys an earlier process group first, and clears what DTensor cached for its meshes. The
+    backend "fake" and its store belong to torch's tests. torch 2.11 to 2.15.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -82,8 +91,8 @@ def become(rank: int, ranks: int) -> None:
 def mesh_slices(mesh: Any) -> torch.Tensor:
     """Return the ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
 
-    `DeviceMesh.mesh` is this rank's slice alone where the mesh is part of a larger one. Its
-    layout and the ranks that are laid out are private.
+    If the mesh is part of a larger one, `DeviceMesh.mesh` is this rank's slice alone. The layout
+    and the ranks of a mesh are private.
     """
     return mesh._layout.remap_to_tensor(mesh._rank_map)
 
@@ -91,8 +100,8 @@ def mesh_slices(mesh: Any) -> torch.Tensor:
 def concatenate_meshes(meshes: list[Any]) -> Any:
     """Make one mesh with the dimensions of `meshes`, all slices of one root mesh.
 
-    DeviceMesh._concatenate is what FSDP2 itself calls to put its own dimensions before those
-    of tensor parallelism; there is no public spelling.
+    FSDP2 itself calls DeviceMesh._concatenate, to put its dimensions before those of tensor
+    parallelism; it has no public name.
     """
     return dist.device_mesh.DeviceMesh._concatenate(meshes)
 
@@ -100,7 +109,7 @@ def concatenate_meshes(meshes: list[Any]) -> Any:
 def take_timeout(group: Any, other: Any) -> None:
     """Set the timeout of a gloo backend to that of another one.
 
-    torch's setter changes only the first backend of a process group, and a backend has its
-    timeout in private options only. torch 2.13 to 2.15.
+    torch's setter changes only the first backend of a process group, and the timeout of a backend
+    is in private options only. torch 2.13 to 2.15.
     """
     group._set_default_timeout(other.options._timeout)

@@ -1,4 +1,4 @@
-"""Units, and how sizes are written for a person."""
+"""Units, and the format of sizes in texts for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 NANOSECONDS = 10**9
-"""Of a second."""
+"""Nanoseconds of a second."""
 
 
 def gib(num_bytes: float) -> str:

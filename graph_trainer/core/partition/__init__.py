@@ -1,4 +1,4 @@
-"""A joint graph as a forward and a backward graph, for callers who own their loop.
+"""Partition a joint graph into a forward and a backward graph, for callers with their own loop.
 
-No decision is made here: what backward reads of forward in the joint graph is what is saved.
+No decision is made here: the values of forward that backward reads in the joint graph are saved.
 """

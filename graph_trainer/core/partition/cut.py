@@ -1,9 +1,9 @@
-"""Cut a joint graph into a forward graph and a backward graph, where its phases say."""
+"""Cut a joint graph into a forward graph and a backward graph, by the phases of its nodes."""
 
-# The idea: which nodes are forward's is known from their phases, so nothing is searched. The work
-# is in what backward reads of forward. A value is saved as it is where forward leaves it alone
-# after the reader's place in the joint graph; where forward writes it later, backward would read
-# what the joint graph never showed it, and a clone made right before that write is saved instead.
+# The idea: phases show which nodes belong to forward, so nothing is searched. The work is in the
+# values of forward that backward reads. A value is saved itself if forward does not write it after
+# the reader's place in the joint graph. If forward writes it later, backward would read the new
+# contents, and a clone made right before that write is saved instead.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import functools
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -60,10 +60,10 @@ class Halves:
     forward: JointGraph
     """Takes the joint graph's inputs; returns the loss, then the saved values."""
     backward: JointGraph
-    """Takes the inputs of forward that it reads, as they are, then the saved values and the
-    gradient of the loss; returns the gradients."""
+    """Takes the inputs of forward that it reads, then the saved values and the gradient of the
+    loss; returns the gradients."""
     inputs_read: tuple[int, ...]
-    """Which placeholders of `forward` `backward` takes."""
+    """The indices of the placeholders of `forward` that `backward` takes too."""
 
     def saved(self) -> list[fx.Node]:
         """List the nodes of `forward` whose results backward takes, in order."""
@@ -73,22 +73,23 @@ class Halves:
     def saved_bytes(self) -> int:
         """Return the bytes that are kept from forward to backward, beside inputs of forward.
 
-        A storage counts once, however many of its views are saved. Linear in nodes.
+        A storage counts once, also if several of its views are saved. Linear in nodes.
         """
         return bytes_kept(self.forward.graph, self.saved())
 
 
 def cut(joint: JointGraph) -> Halves:
-    """Cut a joint graph in two; it stays as it was.
+    """Cut a joint graph in two, without changing it.
 
-    To forward belongs what is marked as forward's or loss's, what that reads, and every wait for a
-    collective that forward starts: a wait takes no memory, and so no unfinished tensor is saved.
-    All else is backward's. Both keep the order of the joint graph, however interleaved. What
-    backward reads of forward is saved: inputs of forward as they are, views as views. A value that
-    forward overwrites after backward has read it is cloned before.
+    Forward has the nodes of the phases forward and loss, the nodes that these read, and every wait
+    for a collective that forward starts: a wait takes no memory, and without it an unfinished
+    tensor would be saved. Backward has all other nodes. Both keep the order of the joint graph,
+    also where their nodes alternate. The values of forward that backward reads are saved, views as
+    views; inputs of forward are passed to backward. A value that forward overwrites after backward
+    has read it is cloned before.
 
-    Backward takes the gradient of the loss in place of the ones that the joint graph makes.
-    n log n in nodes.
+    Backward takes the gradient of the loss in place of the tensor of ones that the joint graph
+    makes. n log n in nodes.
 
     Raises:
         PassError: the graph has no backward, or cannot be cut; the message names the node.
@@ -98,6 +99,26 @@ def cut(joint: JointGraph) -> Halves:
             "the graph was captured without backward, so there is nothing to partition: capture "
             "with backward=True"
         )
+    forward = _forward_nodes(joint)
+    seeds = _seeds(joint)
+    for seed in seeds:
+        for node in (*seed.users, seed):
+            if node in forward:
+                raise PassError(
+                    f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
+                    "gradient with which backward begins: correct its phase, or that of its readers"
+                )
+    read, overwritten = _reads(joint, forward, seeds)
+    inputs = [node for node in joint.placeholders() if node not in seeds]
+    places = [place for place, node in enumerate(inputs) if node in read]
+    forward_half, saved = _forward_half(joint, forward, inputs, read, overwritten)
+    inputs_read = [inputs[place] for place in places]
+    backward_half = _backward_half(joint, forward, seeds, inputs_read, saved)
+    return Halves(forward_half, backward_half, tuple(places))
+
+
+def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
+    """Return the ops that belong to forward."""
     forward = {node for _, nodes in _forward_outputs(joint) for node in nodes}
     for node in reversed(joint.graph.nodes):
         if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
@@ -108,65 +129,59 @@ def cut(joint: JointGraph) -> Halves:
             source = node.all_input_nodes[0]
             if source in forward and source.op == "call_function":
                 forward.add(node)
-    forward = {node for node in forward if node.op == "call_function"}
-    # the gradients with which backward begins: inputs, or the node that makes ones
-    given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
-    seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
-    if not given and len(seeds) != 1 and any(joint.gradients()):
+    return {node for node in forward if node.op == "call_function"}
+
+
+def _seeds(joint: JointGraph) -> list[fx.Node]:
+    """Return the gradients with which backward begins: inputs, or the node that makes ones."""
+    inputs = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
+    if inputs:
+        return inputs
+    ones = [node for node in joint.graph.nodes if loss_gradient_of(node) is not None]
+    if len(ones) != 1 and any(joint.gradients()):
         raise PassError(
-            f"{len(seeds)} nodes are marked as the gradient of the loss, with which backward "
-            "begins, and there must be one: a pass that replaces a node copies its annotations"
+            f"{len(ones)} nodes are marked as the gradient of the loss, with which backward "
+            "begins, and there must be one: a pass that replaces a node must copy its annotations"
         )
-    for seed in seeds:
-        for node in (*seed.users, seed):
-            if node in forward:
-                raise PassError(
-                    f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
-                    "gradient with which backward begins: correct its phase, or that of its readers"
-                )
-    read, cloned = _reads(joint, forward, seeds)
-    inputs = [node for node in joint.placeholders() if node not in seeds]
-    places = [place for place, node in enumerate(inputs) if node in read]
-    forward_half, saved = _forward_half(joint, forward, inputs, read, cloned)
-    taken = [inputs[place] for place in places]
-    return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(places))
+    return ones
 
 
 def _forward_outputs(joint: JointGraph) -> list[tuple[Output, tuple[fx.Node, ...]]]:
-    pairs = with_parts(joint.signature.outputs, joint.output_values())
-    return [(spec, nodes) for spec, nodes in pairs if spec.kind is not OutputKind.GRADIENT]
+    outputs = with_parts(joint.signature.outputs, joint.output_values())
+    return [(spec, nodes) for spec, nodes in outputs if spec.kind is not OutputKind.GRADIENT]
 
 
-_Cloned = dict[tuple[fx.Node, fx.Node], fx.Node]
+_Overwritten = dict[tuple[fx.Node, fx.Node], fx.Node]
 """By value and backward reader, the node of forward that overwrites the value after the reader."""
 
 
 def _reads(
     joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]
-) -> tuple[set[fx.Node], _Cloned]:
-    """Return what backward reads of forward and of its inputs: as forward leaves it, or cloned."""
+) -> tuple[set[fx.Node], _Overwritten]:
+    """Return the values of forward and inputs that backward reads: those that forward does not
+    write after the reader, and those that it overwrites."""
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
     gradients = [node for _, node in joint.gradients()]
-    by_forward: dict[Storage, list[fx.Node]] = defaultdict(list)
-    by_backward: dict[Storage, fx.Node] = {}
+    forward_writers: dict[Storage, list[fx.Node]] = defaultdict(list)
+    first_backward_writer: dict[Storage, fx.Node] = {}
     for node in joint.graph.nodes:
         for target in written_arguments(node):
             if node in forward:
-                by_forward[roots[target]].append(node)
+                forward_writers[roots[target]].append(node)
             else:
-                by_backward.setdefault(roots[target], node)
-    saved: set[fx.Node] = set()
-    cloned: _Cloned = {}
+                first_backward_writer.setdefault(roots[target], node)
+    read: set[fx.Node] = set()
+    overwritten: _Overwritten = {}
     for node in joint.graph.nodes:
         for value in gradients if node.op == "output" else node.all_input_nodes:
-            writer = by_backward.get(roots[value])
+            backward_writer = first_backward_writer.get(roots[value])
             if node in forward:
-                if writer is not None and writer < node:
+                if backward_writer is not None and backward_writer < node:
                     raise PassError(
                         f"forward's node '{node.name}' ({node.target}) reads '{value.name}', which "
-                        f"backward's '{writer.name}' has written in place before: move one of the "
-                        "two, or correct its phase"
+                        f"backward's '{backward_writer.name}' has written in place before: move "
+                        "one of the two, or correct its phase"
                     )
                 continue
             if value not in readable or node in seeds:
@@ -174,8 +189,8 @@ def _reads(
             if isinstance(value_of(value), torch.SymInt):
                 raise PassError(
                     f"backward's node '{node.name}' ({node.target}) reads '{value.name}', a number "
-                    "that data decide in forward, such as the tokens that an expert receives; a "
-                    "graph of its own takes tensors only: run forward and backward as one graph, "
+                    "that data decide in forward, such as the tokens that an expert receives, and "
+                    "a separate graph takes tensors only: run forward and backward as one graph, "
                     "with gt.compile or TrainStep.partitioned = False"
                 )
             if not isinstance(value_of(value), torch.Tensor):
@@ -185,25 +200,32 @@ def _reads(
                     f"{type(value_of(value)).__name__} and cannot be saved: let it read the "
                     "tensors inside"
                 )
-            # which write of forward comes next after the reader, if any
-            writers = by_forward[roots[value]]
-            place = bisect.bisect(writers, node)
-            if place == len(writers):
-                saved.add(value)
-            elif writer is None:
-                cloned[value, node] = writers[place]
+            # the next write of forward after the reader, if any
+            writers = forward_writers[roots[value]]
+            index = bisect.bisect(writers, node)
+            if index == len(writers):
+                read.add(value)
+            elif backward_writer is None:
+                overwritten[value, node] = writers[index]
             else:
                 raise PassError(
-                    f"forward ('{writers[place].name}') and backward ('{writer.name}') write "
-                    f"'{value.name}' in place in turns, which two graphs cannot do: write into a "
-                    "copy in one of them"
+                    f"forward ('{writers[index].name}') and backward ('{backward_writer.name}') "
+                    f"write '{value.name}' in place in turns, which two graphs cannot do: write "
+                    "into a copy in one of them"
                 )
-    return saved, cloned
+    return read, overwritten
 
 
-_Saved = dict[tuple[fx.Node, fx.Node | None], fx.Node]
-"""By value of the joint graph and backward reader (None for all of them), the forward graph's node
-that is saved."""
+@dataclass(slots=True)
+class _Saved:
+    """The nodes of the forward graph whose results are saved."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    """All of them, in the order in which forward returns them."""
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """By value of the joint graph."""
+    clones: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
+    """By value of the joint graph and backward reader, for values that forward overwrites."""
 
 
 def _forward_half(
@@ -211,42 +233,48 @@ def _forward_half(
     forward: set[fx.Node],
     inputs: list[fx.Node],
     read: set[fx.Node],
-    cloned: _Cloned,
+    overwritten: _Overwritten,
 ) -> tuple[JointGraph, _Saved]:
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    saved: _Saved = {}
-    # what `rematerialize` has acted on is not saved; tags that it has not are for a later partition
-    unacted = any(to_be_recomputed(node) for node in read)
+    copies: dict[fx.Node, fx.Node] = {}
+    saved = _Saved()
+    # if `rematerialize` has run, no value that is tagged for recomputation is read; if it has not,
+    # the tags are carried to a later partition
+    has_open_tags = any(to_be_recomputed(node) for node in read)
+    # by node that overwrites values, the values with the backward readers of what they were before
     readers: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for (value, reader), writer in cloned.items():
+    for (value, reader), writer in overwritten.items():
         readers[writer][value].append(reader)
     for node in joint.graph.nodes:
-        for value, several in readers[node].items():
-            clone = graph.call_function(torch.ops.aten.clone.default, (made[value],))
+        for value, readers_of_value in readers[node].items():
+            clone = graph.call_function(torch.ops.aten.clone.default, (copies[value],))
             annotate_node(clone, annotation(phase=Phase.FORWARD))
             infer_value(clone)
-            saved |= {(value, reader): clone for reader in several}
+            saved.nodes.append(clone)
+            saved.clones.update({(value, reader): clone for reader in readers_of_value})
         if node in forward or node in inputs or node.op == "get_attr":
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             if node in forward:
-                copy_annotations(node, made[node])
-                kept = recompute_policy(node) is CheckpointPolicy.MUST_SAVE
-                if kept or (unacted and to_be_recomputed(node)):
-                    carry_recompute_policy(node, made[node])
+                copy_annotations(node, copy)
+                is_kept = recompute_policy(node) is CheckpointPolicy.MUST_SAVE
+                if is_kept or (has_open_tags and to_be_recomputed(node)):
+                    carry_recompute_policy(node, copy)
             if phase_of(node) is Phase.BACKWARD:
-                annotate_node(made[node], annotation(phase=Phase.LOSS))
+                annotate_node(copy, annotation(phase=Phase.LOSS))
         if node in forward and node in read:
-            saved[node, None] = made[node]
-    outputs = _forward_outputs(joint)
-    returned = list(dict.fromkeys(saved.values()))
-    for node in returned:
+            saved.nodes.append(copies[node])
+            saved.values[node] = copies[node]
+    for node in saved.nodes:
         mark_saved_in_cut(node.all_input_nodes[0] if is_getitem(node) else node)
-    graph.output((*(made[n] for _, nodes in outputs for n in nodes), *returned))
+    outputs = _forward_outputs(joint)
+    returned = [copies[node] for _, nodes in outputs for node in nodes]
+    graph.output((*returned, *saved.nodes))
     specs = [spec for spec, _ in outputs]
-    specs += [Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]) for n in returned]
-    takes = (s for s in joint.signature.inputs if s.kind is not InputKind.OUTPUT_GRADIENT)
-    signature = Signature(tuple(takes), tuple(specs), backward=False)
+    for node in saved.nodes:
+        _, layout = unwrap(value_of(node))
+        specs.append(Output(OutputKind.SAVED, node.name, layout))
+    kept_inputs = [s for s in joint.signature.inputs if s.kind is not InputKind.OUTPUT_GRADIENT]
+    signature = Signature(tuple(kept_inputs), tuple(specs), backward=False)
     return _half(joint, graph, signature), saved
 
 
@@ -254,42 +282,44 @@ def _backward_half(
     joint: JointGraph,
     forward: set[fx.Node],
     seeds: list[fx.Node],
-    given: list[fx.Node],
+    inputs_read: list[fx.Node],
     saved: _Saved,
 ) -> JointGraph:
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    pairs = with_parts(joint.signature.inputs, joint.placeholders())
-    spec_of = {node: spec for spec, nodes in pairs for node in nodes}
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs_of_joint = with_parts(joint.signature.inputs, joint.placeholders())
+    spec_of = {node: spec for spec, nodes in inputs_of_joint for node in nodes}
     inputs: list[Input] = []
 
-    def take(source: fx.Node, kind: InputKind, name: str) -> fx.Node:
+    def add_input(source: fx.Node, kind: InputKind, name: str) -> fx.Node:
         node = graph.placeholder(source.name)
         node.meta["val"] = value_of(source)
         set_input_name(node, name)
-        inputs.append(Input(kind, name, unwrap(value_of(source))[1]))
+        _, layout = unwrap(value_of(source))
+        inputs.append(Input(kind, name, layout))
         return node
 
-    for node in given:
-        made[node] = take(node, spec_of[node].kind, spec_of[node].name)
-    taken = {node: take(node, InputKind.SAVED, node.name) for node in dict.fromkeys(saved.values())}
-    clones = {key: taken[node] for key, node in saved.items() if key[1] is not None}
-    made |= {value: taken[node] for (value, reader), node in saved.items() if reader is None}
+    for node in inputs_read:
+        copies[node] = add_input(node, spec_of[node].kind, spec_of[node].name)
+    saved_inputs = {node: add_input(node, InputKind.SAVED, node.name) for node in saved.nodes}
+    for value, node in saved.values.items():
+        copies[value] = saved_inputs[node]
+    clones = {key: saved_inputs[node] for key, node in saved.clones.items()}
     for node in seeds:
         name = spec_of[node].name if node in spec_of else "loss"
-        made[node] = take(node, InputKind.OUTPUT_GRADIENT, name)
+        copies[node] = add_input(node, InputKind.OUTPUT_GRADIENT, name)
 
     def read(reader: fx.Node, value: fx.Node) -> fx.Node:
-        return clones.get((value, reader)) or made[value]
+        return clones.get((value, reader)) or copies[value]
 
     for node in joint.graph.nodes:
-        if node.op in ("placeholder", "output") or node in forward or node in made:
+        if node.op in ("placeholder", "output") or node in forward or node in copies:
             continue
-        made[node] = graph.node_copy(node, functools.partial(read, node))
+        copies[node] = graph.node_copy(node, functools.partial(read, node))
         if node.op == "call_function":
-            copy_annotations(node, made[node])
-    end = joint.output_node()
-    graph.output(tuple(read(end, node) for _, node in joint.gradients()))
+            copy_annotations(node, copies[node])
+    output = joint.output_node()
+    graph.output(tuple(read(output, node) for _, node in joint.gradients()))
     specs = tuple(s for s in joint.signature.outputs if s.kind is OutputKind.GRADIENT)
     signature = Signature(tuple(inputs), specs, joint.signature.parameters_without_grad)
     return _half(joint, graph, signature)

@@ -1,8 +1,8 @@
-"""A partitioned step as AOTAutograd's joint graph, rewritten and tagged before it is compiled.
+"""Export a partitioned step as AOTAutograd's joint graph, to rewrite and tag it before compilation.
 
-The order of the steps matters and is enforced: rewrites of structure, descriptors refreshed, unused
-waits removed, tags, compile. The graph has the phases, modules and roles of the step's, and those
-of its tags that `rematerialize` has not acted on: passes run on it as they are.
+The order of the stages matters and is enforced: rewrite the structure, refresh descriptors, remove
+unused waits, tag, compile. The graph has the phases, modules and roles of the step, and the tags on
+which `rematerialize` has not acted, so that passes can run on it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ not compute."""
 
 
 class ExportStage(IntEnum):
-    """What has been done to an exported step, in the only order that there is."""
+    """The last stage that an exported step has reached, in their only order."""
 
     EXPORTED = 0
     REWRITE = 1
@@ -115,7 +115,7 @@ class ExportedStep:
     @property
     def joint(self) -> JointGraph:
         """AOTAutograd's joint graph, with the annotations of the two graphs and the names of their
-        parameters. Its outputs may be None: gradients that are not computed.
+        parameters. Its outputs may be None, for gradients that are not computed.
 
         Raises:
             PassError: outside of the context.
@@ -138,39 +138,40 @@ class ExportedStep:
         function(self.joint)
 
     def refresh(self) -> None:
-        """Bring the flat list of arguments in line with the graph, and check it and the outputs
-        against their descriptors.
+        """Update the flat list of arguments from the graph, and check inputs and outputs against
+        their descriptors.
 
         Raises:
-            PassError: an input or output and its descriptor do not fit; the message names both.
+            PassError: an input or output does not match its descriptor; the message names both.
         """
         self._enter(ExportStage.REFRESH)
         graph = self.graph_module.graph
-        values, described = self.joint.output_values(), graph.output_node().meta["desc"]
-        for value, descriptor in zip(values, described, strict=False):
+        values = self.joint.output_values()
+        descriptors = graph.output_node().meta["desc"]
+        for value, descriptor in zip(values, descriptors, strict=False):
             if isinstance(value, (tuple, list, dict)):
                 raise PassError(
                     f"the exported graph returns the nested {value!r} where the flat descriptor is "
                     f"{descriptor}: return one flat list"
                 )
-        if len(values) != len(described):
+        if len(values) != len(descriptors):
             raise PassError(
-                f"the exported graph returns {len(values)} values and has {len(described)} "
-                "descriptors of outputs: a rewrite keeps what the graph returns"
+                f"the exported graph returns {len(values)} values and has {len(descriptors)} "
+                "descriptors of outputs: a rewrite must keep the outputs of the graph"
             )
         placeholders = graph.find_nodes(op="placeholder")
         for node in placeholders:
             if descriptor_of(node) is None:
                 raise PassError(
-                    f"input '{node.name}' of the exported graph has no descriptor: a rewrite adds "
-                    "no inputs"
+                    f"input '{node.name}' of the exported graph has no descriptor: a rewrite must "
+                    "not add inputs"
                 )
         assert self._joint is not None
         missing = set_flat_arguments(self._joint, placeholders)
         if missing:
             raise PassError(
-                f"the exported graph has no input for the descriptor {missing[0]}: a rewrite keeps "
-                "all inputs, read or not, in their order"
+                f"the exported graph has no input for the descriptor {missing[0]}: a rewrite must "
+                "keep all inputs, also unused ones, in their order"
             )
         graph.lint()
         self.graph_module.recompile()
@@ -185,44 +186,25 @@ class ExportedStep:
         erase_unused(graph, among={node for node in graph.nodes if is_wait(node)})
 
     def tag(self, tags: PassConfig | Callable[[JointGraph], None]) -> None:
-        """Write tags: by the passes of stage TAG that a config names, with its settings, or by a
+        """Write tags, by the passes of stage TAG that a config names, with its settings, or by a
         function that calls `set_recompute_policy` on nodes. May be called several times.
 
         Raises:
-            PassError: the function changes the structure, which tags come after; the config needs
-                other passes, or reshards in another way than the step was cut with
-                where tags cannot change that any more.
+            PassError: the function changes the structure, which must come before tags; the config
+                needs other passes; or it reshards in another way than the step was cut with, where
+                tags cannot change that any more.
         """
         self._enter(ExportStage.TAG)
         if isinstance(tags, PassConfig):
-            # Tags cannot change how the step reshards: a merged gather is not the unshard chain of
-            # one parameter, and backward repeats the gathers that the cut has put there.
-            tagged = {node for chain in unshard_chains(self.joint) for node in chain.nodes}
-            merged: set[fx.Node] = set()  # gathers of forward, and what only shows their results
-            kept = regathers = False
-            for node in self.joint.graph.nodes:
-                gathers = is_collective(node) and role_of(node) is Role.UNSHARD
-                from_merged = not merged.isdisjoint(node.all_input_nodes)
-                if is_backward(node):
-                    kept |= from_merged
-                    regathers |= gathers
-                elif (gathers and node not in tagged) or (from_merged and is_layout_only(node)):
-                    merged.add(node)
-            policy = tags.reshard_after_forward
-            too_late = {"always": kept, "default": kept and not regathers, "never": regathers}
-            if policy is not None and too_late.get(policy):
-                raise PassError(
-                    f'reshard_after_forward = "{policy}" comes too late for this step, which was '
-                    "cut with another: give it to run_passes, before gt.partition"
-                )
+            _check_reshard_policy(self.joint, tags.reshard_after_forward)
             run_tags(self.joint, tags)
             return
         before = str(self.graph_module.graph)
         tags(self.joint)
         if str(self.graph_module.graph) != before:
             raise PassError(
-                "a function given to tag() changes the structure of the exported graph: give it to "
-                "rewrite(), which comes first"
+                "a function passed to tag() changes the structure of the exported graph: pass it "
+                "to rewrite(), which comes first"
             )
 
     def compile(
@@ -236,17 +218,17 @@ class ExportedStep:
         """Partition and compile.
 
         Args:
-            partition: "tags" repeats the cut of the step, but for nodes that were tagged later;
-                "min_cut" lets PyTorch's partitioner decide about all nodes without a tag, except
-                that backward repeats the gathers and recomputation that the cut has put there, and
-                a parameter's gather that the cut keeps is kept.
-            compiler: the name of one of `backends.registry`, or `compiler(graph_module, inputs)` of
-                each half.
+            partition: "tags" repeats the cut of the step, except for nodes that were tagged later;
+                "min_cut" lets PyTorch's partitioner decide about all nodes without a tag. Backward
+                still repeats the gathers and recomputation that the cut placed there, and the
+                gathers of parameters that the cut keeps are kept.
+            compiler: the name of one of `backends.registry`, or `compiler(graph_module, inputs)`,
+                which is called for each half.
             on_partition: called with the forward and the backward graph.
             compare_ranks: whether the first call compares the collectives of all ranks.
 
         Returns:
-            the step: a function of a batch; call `backward()` on its result.
+            The step: a function of a batch; call `backward()` on its result.
 
         Raises:
             PassError: an unknown partition, or steps out of order.
@@ -258,7 +240,8 @@ class ExportedStep:
             )
         self._enter(ExportStage.COMPILE)
         self.graph_module.recompile()
-        step, unchecked = self._step, list[JointGraph]()
+        step = self._step
+        unchecked: list[JointGraph] = []
 
         def compile_half(kind: OutputKind, module: fx.GraphModule, inputs: Any) -> Compiled:
             half = half_of(module, kind)
@@ -272,11 +255,12 @@ class ExportedStep:
                 run = find_backend(compiler).compile(half)
             return boxed(lambda values: run_compiled(run, half, values))
 
-        forward, backward = (
-            partial(compile_half, kind) for kind in (OutputKind.SAVED, OutputKind.GRADIENT)
+        compiled = compile_joint(
+            self._joint,
+            observed(PARTITIONS[partition], on_partition),
+            forward=partial(compile_half, OutputKind.SAVED),
+            backward=partial(compile_half, OutputKind.GRADIENT),
         )
-        partition_joint = observed(PARTITIONS[partition], on_partition)
-        compiled = compile_joint(self._joint, partition_joint, forward, backward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             while unchecked:
@@ -286,12 +270,13 @@ class ExportedStep:
         return call
 
     def _enter(self, stage: ExportStage) -> None:
-        """Go on to a stage.
+        """Enter a stage.
 
         Raises:
-            PassError: a later one has run, or one that has to come before it has not.
+            PassError: a later stage has run, or a stage that must come before it has not.
         """
         repeats = stage == self._stage and stage in (ExportStage.REWRITE, ExportStage.TAG)
+        # rewriting is optional, and so is tagging
         needed = min(stage - 1, ExportStage.REMOVE_WAITS)
         problem = ""
         if stage <= self._stage and not repeats:
@@ -306,9 +291,37 @@ class ExportedStep:
         self._stage = stage
 
 
+def _check_reshard_policy(joint: JointGraph, policy: str | None) -> None:
+    """Refuse a reshard policy that tags can no longer apply to an exported step.
+
+    A merged gather is not the unshard chain of one parameter, and backward repeats the gathers that
+    the cut placed there.
+    """
+    if policy is None:
+        return
+    in_chains = {node for chain in unshard_chains(joint) for node in chain.nodes}
+    merged: set[fx.Node] = set()  # merged gathers of forward, and views and copies of their results
+    is_kept = False  # whether backward reads a merged gather of forward
+    regathers = False  # whether backward gathers
+    for node in joint.graph.nodes:
+        gathers = is_collective(node) and role_of(node) is Role.UNSHARD
+        reads_merged = not merged.isdisjoint(node.all_input_nodes)
+        if is_backward(node):
+            is_kept |= reads_merged
+            regathers |= gathers
+        elif (gathers and node not in in_chains) or (reads_merged and is_layout_only(node)):
+            merged.add(node)
+    too_late = {"always": is_kept, "default": is_kept and not regathers, "never": regathers}
+    if too_late.get(policy):
+        raise PassError(
+            f'reshard_after_forward = "{policy}" comes too late for this step, which was cut with '
+            "another policy: pass it to run_passes, before gt.partition"
+        )
+
+
 def _as_joint_graph(module: fx.GraphModule, traced: JointGraph) -> JointGraph:
-    """Return AOTAutograd's joint graph of a step with what passes read: names of inputs, a phase of
-    every node, the tags that were carried."""
+    """Return AOTAutograd's joint graph of a step with the metadata that passes read: names of
+    inputs, a phase of every node, and the tags that were carried."""
     inputs: list[Input] = []
     for node in module.graph.find_nodes(op="placeholder"):
         place = argument_of(node)
@@ -346,12 +359,12 @@ def _layout(node: Any) -> Layout:
 
 
 def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
-    """Make a JointGraph, which analyses and backends take, of a partitioner's forward or backward.
+    """Make a JointGraph, for analyses and backends, from a partitioner's forward or backward.
 
     Its inputs have no names.
 
     Args:
-        kind: what it returns: SAVED for forward, GRADIENT for backward.
+        kind: the kind of its outputs: SAVED for forward, GRADIENT for backward.
     """
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [Input(InputKind.SAVED, node.name, _layout(node)) for node in nodes]

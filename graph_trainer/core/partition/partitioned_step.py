@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -28,18 +28,18 @@ from graph_trainer.errors import CaptureError
 class PartitionedStep(nn.Module):
     """A step as two graphs: `loss = step(*args, **kwargs)`, then `loss.backward()`.
 
-    Backward adds to `.grad` of the model's parameters as autograd does: DTensors where the
-    parameter is one, and scaled as the gradient of the loss is. Between the two calls only what
-    the forward graph saves is kept. It is freed as backward goes, and a second backward without
-    `retain_graph` is autograd's error. Under `torch.no_grad()` nothing is saved, and the loss
-    alone is computed.
+    Backward adds to `.grad` of the model's parameters as autograd does: DTensors for parameters
+    that are DTensors, scaled by the gradient of the loss. Between the two calls only the saved
+    values of the forward graph are kept. Backward frees them as it runs, and a second backward
+    without `retain_graph` raises autograd's error. Under `torch.no_grad()` nothing is saved, and
+    only the loss is computed.
 
-    `partition` makes it of a joint graph and a model, which it has as `joint` and `model`, beside
-    the two graphs in `halves`.
+    `partition` makes it from a joint graph and a model, its attributes `joint` and `model`; the two
+    graphs are in `halves`.
     """
 
     def __init__(
-        self, joint: JointGraph, model: nn.Module, backend: str, compare_ranks: bool
+        self, joint: JointGraph, model: nn.Module, backend: str, *, compare_ranks: bool
     ) -> None:
         super().__init__()
         self.model = model
@@ -61,7 +61,7 @@ class PartitionedStep(nn.Module):
         self._batch = _plain_batch(joint)
 
         # This function takes the tensors of a call. torch.compile puts it into its graph as one
-        # node, and AOTAutograd traces through it, keeping the metadata of the two graphs' nodes.
+        # node, and AOTAutograd traces through it and keeps the metadata of the two graphs' nodes.
         inputs_of_forward = [spec.name for spec in self.halves.forward.signature.inputs]
         trained = [inputs_of_forward.index(name) for name in self._gradients]
 
@@ -70,8 +70,10 @@ class PartitionedStep(nn.Module):
 
         def partitioned_step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
-            run = (interpreted(self.halves.forward), interpreted(self.halves.backward))
-            return _Function.apply(self, run, values, *(tensors[place] for place in trained))
+            run_forward = interpreted(self.halves.forward)
+            run_backward = interpreted(self.halves.backward)
+            parameters = [tensors[place] for place in trained]
+            return _Function.apply(self, run_forward, run_backward, values, *parameters)
 
         partitioned_step.partitioned_step = self  # type: ignore[attr-defined]
         torch.compiler.allow_in_graph(partitioned_step)
@@ -84,20 +86,20 @@ class PartitionedStep(nn.Module):
             self._trained(tensors)
             return tensors
 
-        # Not as a decorator: that would import torch._dynamo along with this package, which makes
+        # Not as a decorator: importing this package would then import torch._dynamo, which makes
         # TORCHINDUCTOR_CACHE_DIR before the command line can refuse it.
         self.checked_tensors = torch.compiler.disable(
             check_tensors,
             reason="fullgraph=True needs a batch of plain tensors with the shapes of the capture, "
-            "no nests, constants or DTensors",
+            "without nested arguments, constants or DTensors",
         )
-        """Returns the tensors of a call, checked; torch.compile does not look inside."""
+        """Checks a call and returns its tensors; torch.compile does not trace it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward graph on a batch.
 
         Returns:
-            the loss; what the model returns for a graph of `capture_forward`.
+            The loss; for a graph of `capture_forward`, what the model returns.
 
         Raises:
             CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
@@ -115,22 +117,31 @@ class PartitionedStep(nn.Module):
         tensors = self._guard.tensors(self.model, args, kwargs)
         values = self._guard.values(tensors)
         if torch.is_grad_enabled() and self._gradients:
-            run = (self._run_forward, self._run_backward)
-            return self.returned(_Function.apply(self, run, values, *self._trained(tensors)))
+            parameters = self._trained(tensors)
+            outputs = _Function.apply(
+                self, self._run_forward, self._run_backward, values, *parameters
+            )
+            return self.returned(outputs)
         if self._run_loss is None:
-            alone = copy_graph(self.halves.forward)
-            specs = [s for s in alone.signature.outputs if s.kind is not OutputKind.SAVED]
-            count = sum(spec.layout.num_tensors for spec in specs)
-            alone.output_node().args = (alone.output_values()[:count],)
-            erase_unused(alone.graph)
-            self._run_loss = self._compile(alone)
-        return self.returned(
-            self._outputs(run_compiled(self._run_loss, self.halves.forward, values))
-        )
+            self._run_loss = self._compile(self._loss_graph())
+        results = run_compiled(self._run_loss, self.halves.forward, values)
+        return self.returned(self._outputs(results))
+
+    def _loss_graph(self) -> JointGraph:
+        """Return the forward graph without saved values."""
+        graph = copy_graph(self.halves.forward)
+        specs = [s for s in graph.signature.outputs if s.kind is not OutputKind.SAVED]
+        count = sum(spec.layout.num_tensors for spec in specs)
+        graph.output_node().args = (graph.output_values()[:count],)
+        erase_unused(graph.graph)
+        return graph
 
     def _trained(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters that get a gradient, in the order of the gradients, from the
-        tensors of the first inputs."""
+        """Return the parameters that get a gradient, in the order of the gradients.
+
+        Args:
+            tensors: the tensors of the first inputs of the forward graph, with all parameters.
+        """
         inputs = zip(self.halves.forward.signature.inputs, tensors, strict=False)
         by_name = {spec.name: tensor for spec, tensor in inputs}
         for name in self._gradients:
@@ -149,15 +160,18 @@ class PartitionedStep(nn.Module):
             self._compare_ranks = False
 
     def _tensors_in_graph(self, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
-        """Return the tensors of a call as torch.compile can read them in its graph.
+        """Return the tensors of a call, read so that torch.compile can trace it.
 
-        None for a batch that can only be checked outside of the graph. `gt.backend` has the model
-        checked at each run.
+        None for a batch that can only be checked outside of the graph. `gt.backend` checks the
+        model at each run.
         """
-        if self._batch is None or len(args) != self._batch[0] or sorted(kwargs) != self._batch[1]:
+        expected = self._batch
+        if expected is None:
             return None
-        batch = [*args, *(kwargs[name] for name in self._batch[1])]
-        for value, layout in zip(batch, self._batch[2], strict=True):
+        if len(args) != expected.num_args or sorted(kwargs) != expected.names:
+            return None
+        batch = [*args, *(kwargs[name] for name in expected.names)]
+        for value, layout in zip(batch, expected.layouts, strict=True):
             if type(value) is not torch.Tensor or value.requires_grad:
                 return None
             if (tuple(value.shape), tuple(value.stride()), value.dtype, value.device) != layout:
@@ -171,11 +185,11 @@ class PartitionedStep(nn.Module):
         return [*state, *batch]
 
     def check_model(self, batch: Sequence[torch.Tensor | None]) -> None:
-        """Refuse a model whose tensors, modes or hooks are not those of the capture, ranks that
+        """Refuse a model whose tensors, modes or hooks differ from the captured ones, ranks that
         issue other collectives, and a batch in memory that the step writes.
 
         Args:
-            batch: one tensor in the memory of each tensor of the batch; None for new memory.
+            batch: for each tensor of the batch, one that shares its memory; None for new memory.
         """
         self._check_ranks()
         state = self._guard.model.tensors(self.model)
@@ -188,8 +202,10 @@ class PartitionedStep(nn.Module):
         self._trained(state)
 
     def _outputs(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        pairs = with_parts(self.halves.forward.signature.outputs, results)
-        return tuple(wrap(p, spec.layout) for spec, p in pairs if spec.kind is not OutputKind.SAVED)
+        outputs = with_parts(self.halves.forward.signature.outputs, results)
+        return tuple(
+            wrap(parts, spec.layout) for spec, parts in outputs if spec.kind is not OutputKind.SAVED
+        )
 
     def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Return the loss, or what the model returns."""
@@ -203,19 +219,21 @@ class _Function(torch.autograd.Function):
     def forward(
         ctx: Any,
         step: PartitionedStep,
-        run: tuple[BoxedFunction, BoxedFunction],
+        run_forward: BoxedFunction,
+        run_backward: BoxedFunction,
         values: list[torch.Tensor],
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        given = [values[place] for place in step.halves.inputs_read]
-        results = run_compiled(run[0], step.halves.forward, values)
+        inputs_read = [values[place] for place in step.halves.inputs_read]
+        results = run_compiled(run_forward, step.halves.forward, values)
         outputs = step._outputs(results)
-        count = len(results) - step._num_saved
-        ctx.step, ctx.run = step, run[1]
-        # saved so, autograd refuses a backward after a write into one of them
-        ctx.save_for_backward(*given, *results[count:])
-        kept = set(step._differentiable)
-        ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in kept))
+        num_outputs = len(results) - step._num_saved
+        ctx.step = step
+        ctx.run_backward = run_backward
+        # with this method, autograd refuses a backward after a write into one of them
+        ctx.save_for_backward(*inputs_read, *results[num_outputs:])
+        others = [o for place, o in enumerate(outputs) if place not in step._differentiable]
+        ctx.mark_non_differentiable(*others)
         return outputs
 
     @staticmethod
@@ -234,23 +252,39 @@ class _Function(torch.autograd.Function):
                     "model, or redistribute what it returns"
                 )
             values += unwrap(gradient)[0]
-        clear_saved_tensors(ctx)  # the graph frees each after its last reader
-        results = run_compiled(ctx.run, step.halves.backward, values)
+        clear_saved_tensors(ctx)  # the graph frees each tensor after its last reader
+        results = run_compiled(ctx.run_backward, step.halves.backward, values)
         outputs = with_parts(step.halves.backward.signature.outputs, results)
-        return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
+        gradients_of_parameters = [output_tensor(spec, parts) for spec, parts in outputs]
+        # None for the step, the two functions and the values
+        return None, None, None, None, *gradients_of_parameters
 
 
-def _plain_batch(joint: JointGraph) -> tuple[int, list[str], list[tuple[Any, ...]]] | None:
-    """Return number, names and layouts of the arguments of a call, None if one is not a tensor."""
+class _PlainBatch(NamedTuple):
+    """The arguments of a call, all of them plain tensors."""
+
+    num_args: int
+    names: list[str]
+    """Of keyword arguments, sorted."""
+    layouts: list[tuple[Any, ...]]
+    """Shape, strides, dtype and device of each argument."""
+
+
+def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
+    """Describe the captured batch, None if one of its arguments is not a plain tensor."""
     specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
     args, kwargs = joint.captured_call.batch.rebuild(specs)
     if len(args) + len(kwargs) != len(specs) or any(s.layout.subclass for s in specs):
         return None
-    ordered = [*args, *(kwargs[name] for name in sorted(kwargs))]
-    if [id(spec) for spec in ordered] != [id(spec) for spec in specs]:
-        return None  # one is a nest of tensors, or a constant
-    layouts = [(tuple(n.shape), n.stride, n.dtype, n.device) for n in (s.layout for s in specs)]
-    return len(args), sorted(kwargs), layouts
+    names = sorted(kwargs)
+    arguments = [*args, *(kwargs[name] for name in names)]
+    if [id(argument) for argument in arguments] != [id(spec) for spec in specs]:
+        return None  # an argument is a constant, or has several tensors
+    layouts = [
+        (tuple(spec.layout.shape), spec.layout.stride, spec.layout.dtype, spec.layout.device)
+        for spec in specs
+    ]
+    return _PlainBatch(len(args), names, layouts)
 
 
 def partition(
@@ -262,22 +296,22 @@ def partition(
 ) -> PartitionedStep:
     """Partition a joint graph into a forward and a backward graph, as a module.
 
-    What backward reads of forward in the joint graph is what is saved, so the tags of activations
-    and parameters and `rematerialize` have decided it: no partitioner decides again.
+    The values of forward that backward reads in the joint graph are saved. Tags of activations and
+    parameters, and `rematerialize`, have decided which these are: no partitioner decides again.
 
     Args:
-        joint: as captured, or after `run_passes`; stays as it was.
-        model: whose parameters and buffers are used; None for the captured one.
+        joint: as captured, or after `run_passes`; not changed.
+        model: the model with the parameters and buffers to use; None for the captured one.
         backend: the name of one of `backends.registry`, which compiles both graphs.
         compare_ranks: whether the first call compares the collectives of all ranks of the default
             process group, as `gt.compile` does.
 
     Returns:
-        the step as a module: `loss = step(*args, **kwargs); loss.backward()`.
+        The step as a module: `loss = step(*args, **kwargs); loss.backward()`.
 
     Raises:
         PassError: the graph was captured without backward, or cannot be cut.
-        CaptureError: the captured model is gone, and no other was given.
+        CaptureError: the captured model does not exist any more, and `model` is None.
         ConfigError: an unknown backend.
 
     Example::
@@ -289,5 +323,7 @@ def partition(
     if model is None:
         model = joint.model() if joint.model is not None else None
     if model is None:
-        raise CaptureError("the captured model does not exist any more: gt.partition(joint, model)")
-    return PartitionedStep(joint, model, backend, compare_ranks)
+        raise CaptureError(
+            "the captured model does not exist any more: call gt.partition(joint, model)"
+        )
+    return PartitionedStep(joint, model, backend, compare_ranks=compare_ranks)

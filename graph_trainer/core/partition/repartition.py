@@ -1,8 +1,8 @@
-"""Partition a partitioned step again, as torch.compile does: with the same result, or by PyTorch's
-partitioner within what our passes have decided.
+"""Partition a partitioned step again for torch.compile: with the same result, or by PyTorch's
+partitioner within the decisions of passes.
 
-AOTAutograd traces the two graphs into one joint graph of its own and partitions that. `cut` has
-marked what it saved, in metadata that this trace keeps; what is marked is saved again.
+AOTAutograd traces the two graphs into one joint graph and partitions that. `cut` has marked the
+nodes that it saved, in metadata that this trace keeps; they are saved again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from graph_trainer.core.torch_private_compile import (
     written_inputs,
 )
 
-_DECIDES = (
+_IS_SAVED = (
     (CheckpointPolicy.MUST_RECOMPUTE, False),
     (CheckpointPolicy.MUST_SAVE, True),
     (CheckpointPolicy.PREFER_RECOMPUTE, False),
@@ -81,7 +81,7 @@ def repartition(
         joint: AOTAutograd's joint graph, which is changed.
         inputs: examples of its inputs.
         num_fwd_outputs: how many of its outputs are forward's.
-        rest: the other arguments that AOTAutograd gives a partitioner.
+        rest: the other arguments that AOTAutograd passes to a partitioner.
     """
     _, gradients = flat_outputs(joint, num_fwd_outputs)
     returned = {gradient for gradient in gradients if isinstance(gradient, fx.Node)}
@@ -104,23 +104,28 @@ def repartition(
     symbolic: list[fx.Node] = []
     opaque: list[fx.Node] = []
     for node in joint.graph.nodes:
-        # what backward takes from outside
+        # backward takes values of forward and inputs, as far as it reads or returns them
         outside = node in forward or (node.op == "placeholder" and not is_tangent(node))
-        if outside and (node in returned or not backward.isdisjoint(node.users)):
-            kind = symbolic if is_symbolic(node) else opaque if is_opaque(node) else saved
-            kind.append(node)
+        if not outside or not (node in returned or not backward.isdisjoint(node.users)):
+            continue
+        if is_symbolic(node):
+            symbolic.append(node)
+        elif is_opaque(node):
+            opaque.append(node)
+        else:
+            saved.append(node)
     return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs=num_fwd_outputs)
 
 
 def repartition_by_min_cut(
     joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Let PyTorch's partitioner decide about what neither the cut nor a tag has decided.
+    """Let PyTorch's partitioner decide where neither the cut nor a tag has decided.
 
-    The cut has decided what runs in backward, repeated gathers and recomputation included. It has
-    decided to save random draws, what forward reads of a buffer that it writes, a kept gather of a
-    parameter and a copy in host memory. Ops around the step are left to PyTorch. Linear in nodes,
-    beside the partitioner.
+    The cut has decided which nodes run in backward, with repeated gathers and recomputation. It
+    saves random draws, values that forward reads from a buffer that it writes, kept gathers of
+    parameters and copies in host memory. Ops around the step are left to PyTorch. Linear in nodes,
+    in addition to the partitioner.
     """
     stale = set(written_inputs(joint.graph))
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
@@ -138,7 +143,8 @@ def repartition_by_min_cut(
             place_in(node, "backward")
             continue
         if reads_stale and node.target is torch.ops.aten.clone.default:
-            # PyTorch's partitioner lets backward do what it alone reads: let the write read it too
+            # PyTorch's partitioner moves a clone that only backward reads to backward: let the
+            # write in forward read it too
             def comes_after(user: fx.Node, clone: fx.Node = node) -> bool:
                 return clone < user
 
@@ -161,7 +167,7 @@ PARTITIONS: dict[str, Partition] = {"tags": repartition, "min_cut": repartition_
 
 
 def _needed_for(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
-    """Return `roots` and the nodes that they need, without `stop` and what only `stop` needs."""
+    """Return `roots` and the nodes that they need, without `stop` and nodes that only it needs."""
     needed = {root for root in roots if isinstance(root, fx.Node)} - stop
     for node in reversed(graph.nodes):
         if node in needed:
@@ -170,9 +176,10 @@ def _needed_for(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> se
 
 
 def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
-    """Return the nodes of forward: what it returns, saves or must run, and what that reads."""
+    """Return the nodes of forward: those that it returns, saves or must run, and their inputs."""
+    outputs, _ = flat_outputs(joint, num_fwd_outputs)
+    roots: list[Any] = list(outputs)
     depend_on_tangents: set[fx.Node] = set()
-    roots: list[Any] = list(flat_outputs(joint, num_fwd_outputs)[0])
     for node in joint.graph.nodes:
         if is_tangent(node) or not depend_on_tangents.isdisjoint(node.all_input_nodes):
             depend_on_tangents.add(node)
@@ -182,31 +189,31 @@ def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
             or (traced_in_forward(node) and (_must_run(node) or _decision(node)))
         ):
             roots.append(node)
-    return _needed_for(joint.graph, roots, set())
+    return _needed_for(joint.graph, roots, stop=set())
 
 
 def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
-    """Return the nodes of backward: its gradients and effects, and what only these read."""
-    placed = [
-        node
-        for node in joint.graph.nodes
-        if node.op == "call_function"
-        and (must_be_in_backward(node) or (not traced_in_forward(node) and _must_run(node)))
-    ]
-    roots = [*flat_outputs(joint, num_fwd_outputs)[1], *placed]
-    return _needed_for(joint.graph, roots, forward)
+    """Return the nodes of backward: gradients and nodes with effects, and nodes only they read."""
+    _, gradients = flat_outputs(joint, num_fwd_outputs)
+    roots = list(gradients)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            has_effect_in_backward = not traced_in_forward(node) and _must_run(node)
+            if must_be_in_backward(node) or has_effect_in_backward:
+                roots.append(node)
+    return _needed_for(joint.graph, roots, stop=forward)
 
 
 def _must_run(node: fx.Node) -> bool:
-    """Return whether a node runs for its effect, as an assertion does, where it was traced.
+    """Return whether a node runs for its effect, as an assertion does, in the half of its trace.
 
-    A wait does not: it is there for the readers of its result.
+    A wait does not: it runs for the readers of its result.
     """
     return has_effect(node) and not is_wait(node) and not is_symbolic(node)
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Return whether a result of forward is saved where backward reads it.
+    """Return whether a result of forward is saved for backward, if backward reads it.
 
     A view is not saved if its base is saved or recomputed.
     """
@@ -229,19 +236,19 @@ def _is_saved(node: fx.Node) -> bool:
 
 
 def _decision(node: fx.Node) -> bool | None:
-    """Return what marks and tags decide: True for saved, False for recomputed, None for neither."""
+    """Return the decision of marks and tags: True to save, False to recompute, None for neither."""
     source = _source(node)
     if runs_once(source) or may_write(source.target):
         return True
     policies = (recompute_policy(source), recompute_policy(node))
-    for policy, is_saved in _DECIDES:
+    for policy, is_saved in _IS_SAVED:
         if policy in policies:
             return is_saved
     return True if is_marked_saved(source) else None
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the op that made a result, whose metadata a getitem does not keep."""
+    """Return the op that made a result: a getitem does not keep its metadata."""
     while is_getitem(node):
         node = node.all_input_nodes[0]
     return node
@@ -259,8 +266,8 @@ def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: in
         return copies.get(node, node)
 
     def is_missing(node: fx.Node) -> bool:
-        early = node in forward or traced_in_forward(node)
-        return early and node not in copies and not _is_saved(node)
+        in_forward = node in forward or traced_in_forward(node)
+        return in_forward and node not in copies and not _is_saved(node)
 
     for reader in sorted(_backward(joint, forward, num_fwd_outputs)):
         if traced_in_forward(reader):

@@ -1,4 +1,4 @@
-"""A backend of torch.compile that keeps what a partitioned step has decided."""
+"""A backend of torch.compile that keeps the decisions of a partitioned step."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _COMPILERS = ("inductor", "eager")
 
 _OURS = {
     "cse": "merging equal nodes would undo repeated gathers and recomputation",
-    "custom_partitioner_fn": "gt.backend partitions, as its argument `partition` says",
-    "enable_autograd_cache": "AOTAutograd's cache knows a partitioned step by its name alone",
-    "_pre_fusion_custom_pass": "gt.backend keeps the order of collectives by a pass at its place",
+    "custom_partitioner_fn": "gt.backend partitions by its argument `partition`",
+    "enable_autograd_cache": "AOTAutograd's cache identifies a partitioned step by its name alone",
+    "_pre_fusion_custom_pass": "gt.backend sets this pass, to keep the order of collectives",
 }
-"""Settings that `gt.backend` alone decides, and why."""
+"""Settings that `gt.backend` alone decides, with the reasons."""
 
 OnPartition = Callable[[fx.GraphModule, fx.GraphModule], None]
 
 
 class CompileBackend:
-    """What `gt.backend` returns, called by torch.compile with every graph that it finds."""
+    """The result of `gt.backend`, which torch.compile calls with every graph that it finds."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class CompileBackend:
         self._warned = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile a graph of torch.compile's.
+        """Compile a graph of torch.compile.
 
-        At each run the steps in it check their model, which torch.compile's guards do not see.
+        At each run, the steps in it check their models, because torch.compile's guards do not.
         """
         steps = []
         for node in module.graph.nodes:
@@ -120,31 +120,36 @@ def observed(partition: Partition, on_partition: OnPartition | None) -> Partitio
 
 
 def _inputs_of_batch(graph: fx.Graph, call: fx.Node, step: PartitionedStep) -> list[int | None]:
-    """Return which input of the graph has the memory of each tensor of a step's batch."""
+    """Return, for each tensor of a step's batch, the input of the graph that has its memory."""
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     specs = step.halves.forward.signature.inputs
     batch = [n for n, s in zip(call.args, specs, strict=True) if s.kind is InputKind.BATCH]
-    # The model's inputs first, so that others override them: where two inputs share memory in this
-    # call, as they need not in the next, a computed tensor is rather a view of the other input.
+    # The model's inputs first, so that others override them: if two inputs share memory in this
+    # call, which the next call need not repeat, a computed tensor is probably a view of the other.
     state = set(call.args).difference(batch)
-    ordered = sorted(places, key=lambda n: n not in state)
-    given = {memory: places[node] for node in ordered for memory in _memory_of(node)}
+    place_of_storage = {}
+    for node in sorted(places, key=lambda n: n not in state):
+        place_of_storage.update(dict.fromkeys(_storages_of(node), places[node]))
 
     def source(node: Any) -> int | None:
-        known = (given[m] for m in _memory_of(node) if m in given)
-        return places[node] if node in places else next(known, None)
+        if node in places:
+            return places[node]
+        for storage in _storages_of(node):
+            if storage in place_of_storage:
+                return place_of_storage[storage]
+        return None
 
     return [source(node) for node in batch]
 
 
-def _memory_of(node: Any) -> list[int]:
-    value = node.meta.get("example_value")  # torch.compile's name of "val"
+def _storages_of(node: Any) -> list[int]:
+    value = node.meta.get("example_value")  # torch.compile's name for "val"
     parts = unwrap(value)[0] if isinstance(value, torch.Tensor) else []
     return [storage_id(part) for part in parts]
 
 
 def run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Run a graph of AOTAutograd's op by op."""
+    """Run a graph of AOTAutograd op by op."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     # AOTAutograd refuses an op that returns its input unless its schema declares that; a function
@@ -172,23 +177,23 @@ def _checked(
         if name in of_partitioner - of_autograd:
             raise ConfigError(
                 f"gt.backend(settings={{'{name}': ...}}): PyTorch's partitioner alone reads this "
-                "setting, and partition='tags' repeats the cut of gt.partition: give "
-                "partition='min_cut', or run_passes an activation policy"
+                "setting, and partition='tags' repeats the cut of gt.partition: pass "
+                "partition='min_cut', or an activation policy to run_passes"
             )
         if name == "activation_memory_budget" and not (
             isinstance(value, (int, float)) and 0 < value <= 1
         ):
             raise ConfigError(
-                f"gt.backend(settings={{'{name}': {value!r}}}): this part of what is saved without "
-                "a budget must be a number above 0, where PyTorch's partitioner would save inputs "
-                "alone and draw random numbers twice, and at most 1"
+                f"gt.backend(settings={{'{name}': {value!r}}}): the budget is a part of the bytes "
+                "that are saved without one, and must be a number above 0 and at most 1 (at 0, "
+                "PyTorch's partitioner saves inputs alone and draws random numbers twice)"
             )
         if name not in of_inductor | of_autograd:
             hint = did_you_mean(name, of_inductor | of_autograd, otherwise=".")
             raise ConfigError(
                 f"gt.backend('{compiler}', settings={{'{name}': ...}}): there is no such "
-                f"setting{hint} They are those of torch._functorch.config, and with 'inductor' "
-                "those of torch._inductor.config"
+                f"setting{hint} Settings are those of torch._functorch.config, and with 'inductor' "
+                "also those of torch._inductor.config"
             )
     return (
         {name: value for name, value in settings.items() if name in of_inductor},
@@ -205,21 +210,20 @@ def backend(
 ) -> CompileBackend:
     """Make a backend of torch.compile for a partitioned step.
 
-    AOTAutograd partitions what torch.compile gives it. This backend repeats the cut of
-    `partition`: what that saves is saved, what backward gathers or computes again stays there, and
-    the collectives keep their order; with "min_cut" PyTorch's partitioner decides which activations
-    are saved. Its settings of Inductor hold for the partitioned step, its
-    backward included, and for no other compilation. A graph without a partitioned step is compiled
-    as by plain torch.compile, and one warning is logged.
+    AOTAutograd partitions the graphs of torch.compile. This backend repeats the cut of `partition`:
+    the same values are saved, backward repeats the same gathers and recomputation, and the
+    collectives keep their order; with "min_cut" PyTorch's partitioner decides which activations are
+    saved. A graph without a partitioned step is compiled as by plain torch.compile, and one warning
+    is logged.
 
     Args:
         compiler: "inductor", or "eager", which calls the ops one by one.
-        partition: "tags" repeats the cut; "min_cut" lets PyTorch's partitioner decide about what no
-            pass has decided, as in `ExportedStep.compile`.
-        settings: of torch._inductor.config and torch._functorch.config, by name, over the ones
-            that keep the order of collectives. They hold for the partitioned step, its backward
-            included, however late that is compiled. Those of activations, such as
-            `activation_memory_budget`, act with "min_cut".
+        partition: "tags" repeats the cut; "min_cut" lets PyTorch's partitioner decide where no pass
+            has decided, as in `ExportedStep.compile`.
+        settings: settings of torch._inductor.config and torch._functorch.config, by name; they
+            replace those that keep the order of collectives. They hold for the partitioned step
+            and its backward, even if that is compiled much later, and for no other compilation.
+            Settings of activations, such as `activation_memory_budget`, act with "min_cut" only.
         on_partition: called with the forward and the backward graph of each partition.
 
     Raises:

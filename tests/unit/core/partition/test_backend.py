@@ -469,7 +469,7 @@ def test_a_compiler_that_does_not_exist_is_refused():
         ("inductor", "tags", {"reorder_for_localty": 1}, "did you mean 'reorder_for_locality'"),
         ("eager", "tags", {"reorder_for_locality": 1}, "there is no such setting"),
         ("inductor", "tags", BUDGET, "PyTorch's partitioner alone reads this setting"),
-        ("eager", "tags", {"graphsafe_rng_functionalization": False}, "give partition='min_cut'"),
+        ("eager", "tags", {"graphsafe_rng_functionalization": False}, "pass partition='min_cut'"),
         ("eager", "min_cut", {"cse": True}, "this setting has no effect"),
         ("inductor", "tags", {"_pre_fusion_custom_pass": None}, "this setting has no effect"),
         ("eager", "min_cut", {"activation_memory_budget": 1.5}, "at most 1"),
