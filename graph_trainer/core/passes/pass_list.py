@@ -136,7 +136,7 @@ def _with_needed(
     instead = " and ".join(need.instead for need in needs)
     if pass_.name in disabled:
         raise PassError(
-            f"PassConfig.disable_passes: the pass '{pass_.name}' cannot be left out, which is "
+            f"PassConfig.disable_passes: the pass '{pass_.name}' cannot be left out, it is "
             f"needed for {setting}: take it out of PassConfig.disable_passes, or {instead}"
         )
     catalogue = list(registered_passes())

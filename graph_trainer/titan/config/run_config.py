@@ -89,11 +89,12 @@ class GraphCompileConfig(CompileConfig):
     """
     The graph passes to run, in order: names as `graph-trainer passes` lists them, or
     "package.module:name" for a pass of your own. "default" stands for the default list, which
-    any other pass beside it joins at its stage.
+    any other pass beside it joins at its stage. Passes that a setting needs are added to a list
+    without them.
     """
 
     disable_passes: list[str] = field(default_factory=list)
-    """Passes to leave out of the list above, by name."""
+    """Passes to leave out of the list above, by name; not those that a setting needs."""
 
     bitwise: bool = False
     """
