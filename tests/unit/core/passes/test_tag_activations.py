@@ -105,11 +105,7 @@ def test_none_changes_nothing_and_every_nth_block_is_chosen():
 
 def test_more_than_there_are_blocks_would_recompute_nothing():
     """A graph without backward, or without blocks, recomputes nothing whatever the number."""
-<<<<<<< ours
-    said = r"recompute_every_nth_block is 3.* only 2 blocks.*.* 1 to 2.*none"
-=======
-    said = r"recompute_every_nth_block is 3, .* only 2 blocks.* Set 1 to 2, or the policy 'none'"
->>>>>>> theirs
+    said = r"recompute_every_nth_block is 3.* only 2 blocks.* 1 to 2.*none"
     with pytest.raises(gt.PassError, match=said):
         with_policy(stack(), "layers", every=3)
     assert not any(map(recompute_policy, with_policy(flat(), "layers", every=3).graph.nodes))
