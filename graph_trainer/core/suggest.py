@@ -24,11 +24,11 @@ def nearest(
     longer: list[str] = []
     if cutoff is None:
         if len(name) > 1:
-            longer = sorted((each for each in by_folded if each.startswith(folded)), key=len)
+            longer = sorted((key for key in by_folded if key.startswith(folded)), key=len)
         # One wrong letter in "8b" is half the name.
         cutoff = 0.5 if len(name) <= 3 else 0.6
     close = difflib.get_close_matches(folded, by_folded, n=count, cutoff=cutoff)
-    return [by_folded[each] for each in dict.fromkeys(longer + close)][:count]
+    return [by_folded[match] for match in dict.fromkeys(longer + close)][:count]
 
 
 def did_you_mean(

@@ -68,11 +68,11 @@ def distance(name: str, wanted: Any, actual: Any) -> Difference | None:
     notes = [f"{_kind(b)} instead of {_kind(a)}" for a, b in pairs if _kind(a) != _kind(b)]
     if len(tensors_in(wanted)) != len(tensors_in(actual)):
         notes.append(f"{len(tensors_in(actual))} tensors instead of {len(tensors_in(wanted))}")
-    apart = [_distance(a, b) for a, b in pairs if a.shape == b.shape]
-    if not apart:
+    distances = [_distance(a, b) for a, b in pairs if a.shape == b.shape]
+    if not distances:
         return Difference(name, math.nan, math.nan, "; ".join(notes) or "not a tensor")
     return Difference(
-        name, _most(a for a, _ in apart), _most(r for _, r in apart), "; ".join(notes)
+        name, _most(a for a, _ in distances), _most(r for _, r in distances), "; ".join(notes)
     )
 
 
@@ -82,9 +82,9 @@ def _distance(wanted: torch.Tensor, actual: torch.Tensor) -> tuple[float, float]
     wide = torch.complex128 if wanted.is_complex() or actual.is_complex() else torch.float64
     a, b = _contiguous(wanted).to(wide), _contiguous(actual).to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
-    apart = torch.where(same, 0.0, (a - b).abs())
-    relative = torch.where(same, 0.0, apart / torch.maximum(a.abs(), b.abs()))
-    return float(apart.max()), float(relative.max())
+    absolute = torch.where(same, 0.0, (a - b).abs())
+    relative = torch.where(same, 0.0, absolute / torch.maximum(a.abs(), b.abs()))
+    return float(absolute.max()), float(relative.max())
 
 
 def _most(values: Any) -> float:

@@ -17,8 +17,8 @@ COLUMNS itself may be of any process above: Python's readline sets it."""
 
 def width_in_pipe() -> int:
     """Return the columns of a line that is printed into a pipe."""
-    said = os.environ.get(COLUMNS, "")
-    return max(40, min(int(said), WIDTH)) if said.isdecimal() else WIDTH
+    columns = os.environ.get(COLUMNS, "")
+    return max(40, min(int(columns), WIDTH)) if columns.isdecimal() else WIDTH
 
 
 def width_of_ranks() -> int:

@@ -168,9 +168,9 @@ def load_config_and_plan(
         )
     _check_memory(plan, path, config.compile.memory_limit_gib)
     check = PlanCheck.of(plan, path, config, rehearses=rehearses)
-    for each in check.differences:
-        if each.startswith(_OF_BATCHES):  # what is captured shows the others, if they matter
-            raise ConfigError(f"{FLAG} {path}: {each}. {_INSTEAD}")
+    for difference in check.differences:
+        if difference.startswith(_OF_BATCHES):  # what is captured shows the others, if they matter
+            raise ConfigError(f"{FLAG} {path}: {difference}. {_INSTEAD}")
     return config, check
 
 

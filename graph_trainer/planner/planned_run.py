@@ -229,7 +229,7 @@ def comparison(
     no_watch = f": that is done in step {WATCHED_STEP}"
     # A collective under way keeps its input alive in the backend, which cannot be seen from here;
     # the prediction counts that input until the wait.
-    made = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
+    measured_as = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
     not_made = no_watch if issued is None else ": compiled code allocates unseen"
     of_gpu = (
         ("reserved memory", "reserved_bytes", maximum, ""),
@@ -241,7 +241,7 @@ def comparison(
         ("parameters", "parameter_bytes", "summed", ""),
         ("optimizer state", "optimizer_bytes", "summed", ""),
         ("gradients", "gradient_bytes", "summed after backward", ": no step was run"),
-        ("made by the graph", "made_bytes", made, not_made),
+        ("made by the graph", "made_bytes", measured_as, not_made),
     ):
         add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not)
     how = f"step {steps} alone, itself of warm-up"

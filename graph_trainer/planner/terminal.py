@@ -54,21 +54,21 @@ class PlainTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render what fits; wider than the console where all that is left does not fit."""
-        shown, lacking = copy.copy(self), dict[str, None]()
+        shown, hidden = copy.copy(self), dict[str, None]()
         for columns in ((), *self.optional):
-            shown.columns = [copy.copy(each) for each in shown.columns if each not in columns]
-            lacking |= {str(each.header).replace("\n", " "): None for each in columns}
-            spans = [_span(console, each) for each in shown.columns]
+            shown.columns = [copy.copy(column) for column in shown.columns if column not in columns]
+            hidden |= {str(column.header).replace("\n", " "): None for column in columns}
+            spans = [_span(console, column) for column in shown.columns]
             # edges, separators and padding
             left = options.max_width - 2 * len(spans) - 1 - sum(least for least, _ in spans)
             if left >= 0:
                 break
-        if lacking:
-            left_out = f"No room for: {', '.join(lacking)}."
+        if hidden:
+            left_out = f"No room for: {', '.join(hidden)}."
             shown.caption = f"{self.caption}\n{left_out}" if self.caption else left_out
         options = options.update_width(options.max_width - min(0, left))
         order = sorted(
-            zip(spans, shown.columns, strict=True), key=lambda each: each[0][1] - each[0][0]
+            zip(spans, shown.columns, strict=True), key=lambda pair: pair[0][1] - pair[0][0]
         )
         for place, ((least, most), column) in enumerate(order):
             more = min(most - least, max(0, left) // (len(order) - place))

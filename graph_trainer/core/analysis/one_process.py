@@ -62,40 +62,40 @@ class OneProcess(Observed):
             return super().call_function(target, args, kwargs)
         if kind.effect is Effect.WAITS:
             return args[0]
-        given = {e.name: given_value(target, args, kwargs, e.name) for e in schema.arguments}
+        arguments = {e.name: given_value(target, args, kwargs, e.name) for e in schema.arguments}
         name = schema.name.split("::")[1]
         if name not in SIMULATED:
             raise VerificationError(
                 f"{target} sends between two ranks, which one process cannot simulate"
             )
-        sent: Any = given.get("inputs", given.get("input"))
+        sent: Any = arguments.get("inputs", arguments.get("input"))
         many = sent if isinstance(sent, (list, tuple)) else [sent]
-        results = [self._received(name, tensor, given) for tensor in many]
-        written = many if name.endswith("_") else [given["out"]] if "out" in given else None
+        results = [self._received(name, tensor, arguments) for tensor in many]
+        written = many if name.endswith("_") else [arguments["out"]] if "out" in arguments else None
         if written is not None:
             results = [t.copy_(result) for t, result in zip(written, results, strict=True)]
         return results if isinstance(sent, (list, tuple)) else results[0]
 
-    def _received(self, name: str, sent: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        ranks, me = members(str(given["group_name"]), given.get("group_size"))
-        whole = not (sent.is_floating_point() or sent.is_complex())
+    def _received(self, name: str, sent: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        ranks, me = members(str(arguments["group_name"]), arguments.get("group_size"))
+        is_integer = not (sent.is_floating_point() or sent.is_complex())
 
         def factor_of(rank: int) -> float:
             # A power of two, so that products are exact. Gathers over two axes of a mesh of eight
             # ranks give what one over both gives.
-            return 1.0 if self._alike or whole else 2.0 ** ((rank - me + 8) % 16 - 8)
+            return 1.0 if self._alike or is_integer else 2.0 ** ((rank - me + 8) % 16 - 8)
 
         factors = [factor_of(rank) for rank in ranks]
         place = ranks.index(me)
         if name.startswith("all_gather"):
             return torch.cat([_times(sent, factor) for factor in factors])
         if name.startswith("broadcast"):
-            return _times(sent, factor_of(given["src"]))
+            return _times(sent, factor_of(arguments["src"]))
         if name.startswith("all_to_all"):
             # each rank sends as many rows as this one expects: its own, repeated as often as needed
-            rows = sent.split(given["input_split_sizes"])[place]
+            rows = sent.split(arguments["input_split_sizes"])[place]
             parts = []
-            for size, factor in zip(given["output_split_sizes"], factors, strict=True):
+            for size, factor in zip(arguments["output_split_sizes"], factors, strict=True):
                 if len(rows) == 0:
                     part = rows.new_zeros(size, *rows.shape[1:])
                 else:
@@ -104,14 +104,14 @@ class OneProcess(Observed):
             return torch.cat(parts)
         if name.startswith("reduce_scatter"):
             sent = sent.chunk(len(ranks))[place]
-        reduction = str(given["reduce_op"])
+        reduction = str(arguments["reduce_op"])
         if set(factors) == {1.0} and reduction == "avg":
             return sent.clone()
         if reduction in ("sum", "avg"):
-            total = sent * (len(factors) if whole else sum(factors))
+            total = sent * (len(factors) if is_integer else sum(factors))
             return total / len(factors) if reduction == "avg" else total
         if reduction == "product":
-            return sent.pow(len(factors)) * (1 if whole else math.prod(factors))
+            return sent.pow(len(factors)) * (1 if is_integer else math.prod(factors))
         ends = _times(sent, min(factors)), _times(sent, max(factors))
         return torch.maximum(*ends) if reduction == "max" else torch.minimum(*ends)
 

@@ -90,7 +90,7 @@ def _check_constant(path: str, value: Any) -> None:
     """Refuse a constant that holds tensors, or that cannot be compared with later ones."""
     inside = list(value) if isinstance(value, (set, frozenset)) else []
     inside += getattr(value, "__dict__", {}).values()
-    if not callable(value) and any(isinstance(each, torch.Tensor) for each in inside):
+    if not callable(value) and any(isinstance(entry, torch.Tensor) for entry in inside):
         raise CaptureError(
             f"'{path}' is a {type(value).__name__} that holds tensors, and torch's pytree does "
             "not know how to take it apart: pass its tensors in a dict, list or tuple, or "

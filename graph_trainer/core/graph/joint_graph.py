@@ -179,11 +179,11 @@ class JointGraph:
                     "the graph"
                 )
             # the gradient of another parameter mostly differs in shape or dtype
-            given, wanted = _describe(nodes), _describe(parameters[name])
-            if given != wanted:
+            gradient, wanted = _describe(nodes), _describe(parameters[name])
+            if gradient != wanted:
                 raise VerificationError(
                     f"output '{nodes[0].name}' is returned as the gradient of '{name}': it is "
-                    f"{given} and the parameter is {wanted}"
+                    f"{gradient} and the parameter is {wanted}"
                 )
         self.check_phases()
 

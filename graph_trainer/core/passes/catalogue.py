@@ -156,11 +156,11 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
 
 def check_bitwise(selected: Sequence[Pass]) -> None:
     """Refuse, with a PassError, passes that cannot do without changing the order of a sum."""
-    for each in selected:
-        if each.changes_sums and not each.has_bitwise_mode:
+    for pass_ in selected:
+        if pass_.changes_sums and not pass_.has_bitwise_mode:
             raise PassError(
-                f"PassConfig.bitwise: the pass '{each.name}' declares that it changes the order of "
-                "sums (changes_sums): take it out of PassConfig.passes, or set "
+                f"PassConfig.bitwise: the pass '{pass_.name}' declares that it changes the order "
+                "of sums (changes_sums): take it out of PassConfig.passes, or set "
                 "PassConfig.bitwise = False"
             )
 
@@ -168,8 +168,8 @@ def check_bitwise(selected: Sequence[Pass]) -> None:
 def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     if name in known:
         return known[name]
-    own = ": one of your own is written package.module:name."
-    hint = own if "." in name else did_you_mean(name, [*known, "default"], otherwise=own)
+    of_user = ": one of your own is written package.module:name."
+    hint = of_user if "." in name else did_you_mean(name, [*known, "default"], otherwise=of_user)
     raise PassError(
         f"PassConfig.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
     )

@@ -119,12 +119,12 @@ class Budget:
         """
         hardware = self._context.hardware_for(joint)
 
-        def refusal(said: str, hardware: Hardware, remedy: str) -> MemoryLimitError:
+        def refusal(message: str, hardware: Hardware, remedy: str) -> MemoryLimitError:
             """Add what this rank needs, and what would help."""
             memory = self.memory(joint, hardware)
             helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
             needed = what_is_needed(memory, hardware)
-            return MemoryLimitError(f"{said} {needed}.\n{remedy} {helps}")
+            return MemoryLimitError(f"{message} {needed}.\n{remedy} {helps}")
 
         if refuses and self.is_over(joint):
             planned, needed = "", self.needed(joint)
@@ -135,11 +135,11 @@ class Budget:
                 )
             elif self._context.settings.activation_policy == "budget":
                 planned = "That is the least, with everything recomputed. "
-            said = (
+            message = (
                 f"{LIMIT} = {self._limit:g}: the step needs {gib(needed)} GiB on the rank that "
                 f"needs most. {planned}This rank needs"
             )
-            raise refusal(said, hardware, f"Raise {LIMIT} to {enough_gib(needed)}, or set")
+            raise refusal(message, hardware, f"Raise {LIMIT} to {enough_gib(needed)}, or set")
         if self._host_memory is not unknown and self._limit != 0:
             copies = any(map(is_copy_to_host, joint.graph.nodes))
             need = self.memory(joint, hardware).host_bytes if copies else 0
@@ -160,11 +160,11 @@ class Budget:
             hardware = here
         need = need_of(self.memory(joint, hardware), hardware).total
         if (lack := self._lack(need, room)) > 0:
-            said = (
+            message = (
                 f"{LIMIT} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {_text(room)}; it needs"
             )
-            raise refusal(said, hardware, f"Take the risk with {LIMIT} = 0, or set")
+            raise refusal(message, hardware, f"Take the risk with {LIMIT} = 0, or set")
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
         """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""

@@ -150,8 +150,8 @@ def _values(
     returned = set(joint.output_node().all_input_nodes)
     devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}
 
-    def why_not(storage: Storage, nodes: list[fx.Node], whole: list[fx.Node]) -> str:
-        # `nodes` have the storage; `whole` are those of forward whose result is one whole tensor
+    def why_not(storage: Storage, nodes: list[fx.Node], complete: list[fx.Node]) -> str:
+        # `nodes` have the storage; `complete` are those of forward whose result is all of it
         if storage[0].op != "call_function":
             return "memory of an input"
         if not any(is_backward(user) for node in nodes for user in node.users):
@@ -162,14 +162,14 @@ def _values(
             return "memory of an output"
         # backward may read the collective or the tuple from which the tensor came, or the tensor's
         # memory may be communicated again
-        place = nodes.index(whole[0]) if whole else 0
+        place = nodes.index(complete[0]) if complete else 0
         source_read = any(is_backward(user) for node in nodes[:place] for user in node.users)
         sent_again = any(is_wait(n) or is_collective(n) for n in nodes[place + 1 :])
-        if not whole or source_read or sent_again:
+        if not complete or source_read or sent_again:
             return "read in other ways than through one tensor"
-        if writes.is_written(whole[0]):
+        if writes.is_written(complete[0]):
             return "written in place"
-        tensor = tensor_of(whole[0])
+        tensor = tensor_of(complete[0])
         if any(isinstance(size, torch.SymInt) for size in tensor.shape):
             return "of a size that is not fixed"
         if tensor.nbytes < min_bytes:
@@ -184,11 +184,11 @@ def _values(
     for storage, nodes in shown.items():
         forward = [n for n in nodes if not is_backward(n)]
         tensors = [n for n in forward if isinstance(value_of(n), torch.Tensor)]
-        whole = [n for n in tensors if not is_collective(n)]
-        if why := why_not(storage, nodes, whole):
+        complete = [n for n in tensors if not is_collective(n)]
+        if why := why_not(storage, nodes, complete):
             staying[why] += 1
             continue
-        values.append(forward[forward.index(whole[0]) :])
+        values.append(forward[forward.index(complete[0]) :])
     return values
 
 

@@ -100,7 +100,7 @@ def pass_by_pass(
     config, agreement = config or PassConfig(), agreement or Agreement()
     selected = _passes_for(joint, config)
     if first is not None:
-        selected = [each for each in selected if each.name in first.history]
+        selected = [pass_ for pass_ in selected if pass_.name in first.history]
     # An earlier stage than that of a pass that ran on the graph may not follow: merging gathers
     # after rematerialization, for one, would undo it without a word.
     known = registered_passes()
@@ -226,8 +226,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
             joint.graph.lint()
             joint.check_phases()
         except (RuntimeError, VerificationError) as error:
-            said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
-            raise VerificationError(_with_history(said, joint, step)) from error
+            message = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
+            raise VerificationError(_with_history(message, joint, step)) from error
 
 
 class PassStep(NamedTuple):
@@ -251,13 +251,13 @@ def _prepare(
     """Return the passes, each with its checked options and its context; what all contexts have in
     common; and which machine passes simulate and why, where one does and no hardware is named.
     `decisions` has, by pass, what it decided for an earlier graph of the step."""
-    simulates = (each.needs_hardware(_options(config, each), config) for each in selected)
+    simulates = (pass_.needs_hardware(_options(config, pass_), config) for pass_ in selected)
     hardware, why = config.hardware, ""
     if hardware is None and any(simulates):
         hardware, why, _ = detect_on_all_ranks(joint, agreement)
     shared = PassContext(settings=config, agreement=agreement, hardware=hardware)
     steps: list[PassStep] = []
-    for each in reversed(selected):  # the last first, as each knows those after it
+    for pass_ in reversed(selected):  # the last first, as pass_ knows those after it
 
         def run_later_passes(
             joint: JointGraph, before: Stage | None = None, later: Sequence[PassStep] = tuple(steps)
@@ -266,9 +266,9 @@ def _prepare(
                 if before is None or step.graph_pass.stage < before:
                     step.run(joint)
 
-        decided = decisions.get(each.name)
+        decided = decisions.get(pass_.name)
         context = replace(shared, decided=decided, run_later_passes=run_later_passes)
-        steps.insert(0, PassStep(each, _options(config, each), context))
+        steps.insert(0, PassStep(pass_, _options(config, pass_), context))
     return steps, shared, why
 
 
@@ -315,8 +315,8 @@ def run_one(
             may_change_sums = step.graph_pass.changes_sums and not step.context.settings.bitwise
             verified = numbers.check(joint, changes_sums=may_change_sums)
     except VerificationError as error:
-        said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
-        raise VerificationError(_with_history(said, joint, step)) from error
+        message = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
+        raise VerificationError(_with_history(message, joint, step)) from error
     joint.history.append(step.graph_pass.name)
     return seconds, verified, state, order
 
@@ -334,12 +334,12 @@ def _run(joint: JointGraph, step: PassStep) -> None:
             place = f"what pass '{step.graph_pass.name}' exchanges with other ranks"
             raise CollectiveError(place, reason_of(error)) from error
         frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function's
-        own = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename]
-        said = f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
-        raise PassError(_with_history(said, joint, step)) from error
+        of_pass = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename]
+        message = f"{type(error).__name__}: {error} ({of_pass[-1].filename}:{of_pass[-1].lineno})"
+        raise PassError(_with_history(message, joint, step)) from error
 
 
-def _with_history(said: str, joint: JointGraph, step: PassStep) -> str:
+def _with_history(message: str, joint: JointGraph, step: PassStep) -> str:
     """Add to a message a line with the pass and those that ran before it."""
     after = ", ".join(joint.history) or "no other"
-    return f"{said}\nRaised by pass '{step.graph_pass.name}', after {after}"
+    return f"{message}\nRaised by pass '{step.graph_pass.name}', after {after}"

@@ -184,9 +184,9 @@ class Numbers:
         def compare_with_metadata(node: fx.Node, value: Any) -> None:
             if node.op != "call_function":
                 return
-            made, traced = tensors_in(value), tensors_of(node)
-            if len(made) != len(traced) or not all(map(_matches, made, traced)):
-                real = [(tuple(t.shape), t.dtype) for t in made]
+            results, traced = tensors_in(value), tensors_of(node)
+            if len(results) != len(traced) or not all(map(_matches, results, traced)):
+                real = [(tuple(t.shape), t.dtype) for t in results]
                 expected = [(tuple(t.shape), t.dtype) for t in traced]
                 mismatches[node.name] = (
                     f"makes {real} of real values and its metadata says {expected}"
@@ -368,15 +368,17 @@ def _matches(real: torch.Tensor, traced: torch.Tensor) -> bool:
     if real.dtype != traced.dtype or real.ndim != traced.ndim:
         return False
     sizes = zip(real.shape, traced.shape, strict=True)
-    return all(size == said for size, said in sizes if isinstance(said, int))
+    return all(size == expected for size, expected in sizes if isinstance(expected, int))
 
 
 def _is_rounding(difference: Difference, was: Results, grain: float) -> bool:
     """Tell whether a result differs by at most `grain` times its largest number."""
     if difference.note:
         return False
-    finite = (tensor[tensor.isfinite()].abs() for tensor in was[difference.name])
-    largest = max((float(each.max()) for each in finite if each.numel()), default=0.0)
+    finite = [tensor[tensor.isfinite()] for tensor in was[difference.name]]
+    largest = max(
+        (float(numbers.abs().max()) for numbers in finite if numbers.numel()), default=0.0
+    )
     return difference.max_abs <= grain * largest
 
 

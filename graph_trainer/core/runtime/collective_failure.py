@@ -35,7 +35,7 @@ def failed_collective(error: RuntimeError, joint: JointGraph | None) -> Collecti
     """Name the collective that an error in a graph, or in the loop (None), is of; None if none."""
     if not is_collective_failure(error):
         return None
-    issued = {each.node: each for each in collectives(joint)} if joint else {}
+    issued = {collective.node: collective for collective in collectives(joint)} if joint else {}
     nodes = {node.name: node for node in joint.graph.nodes} if joint else {}
     place = "a collective"
     for frame in traceback.extract_tb(error.__traceback__):
@@ -44,9 +44,9 @@ def failed_collective(error: RuntimeError, joint: JointGraph | None) -> Collecti
             node = nodes[assigned[1]]
             while node not in issued and node.all_input_nodes:  # from a wait to its collective
                 node = node.all_input_nodes[0]
-            if each := issued.get(node):
-                parameter = f", parameter '{each.parameter}'" if each.parameter else ""
-                place = f"{each.describe()}{parameter}, {each.phase}"
+            if collective := issued.get(node):
+                parameter = f", parameter '{collective.parameter}'" if collective.parameter else ""
+                place = f"{collective.describe()}{parameter}, {collective.phase}"
                 break
         if not any(part in frame.filename for part in _BELOW):
             # the train loop, or the code of another backend, which has names of its own

@@ -35,12 +35,12 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in _tensors_in((args, kwargs))}
+        of_caller = {t.untyped_storage().data_ptr() for t in _tensors_in((args, kwargs))}
         for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
             pointer, size = storage.data_ptr(), storage.nbytes()
             if not self._tensors[pointer]:
-                if pointer in given:
+                if pointer in of_caller:
                     continue  # a view of an input of the step
                 self.live_bytes += size
             self._tensors[pointer] += 1

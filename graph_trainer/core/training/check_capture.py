@@ -115,12 +115,14 @@ def check_capture(
         if not differences:
             continue
         shown = []
-        for each in differences[:_SHOWN]:
-            apart = "" if math.isnan(each.max_abs) else f"by at most {each.max_abs:.3g}"
-            shown.append(f"{each.name} {apart} {each.note}".strip())
+        for difference in differences[:_SHOWN]:
+            amount = (
+                "" if math.isnan(difference.max_abs) else f"by at most {difference.max_abs:.3g}"
+            )
+            shown.append(f"{difference.name} {amount} {difference.note}".strip())
         more = len(differences) - len(shown)
         hint = f"The first op whose result the graph has nowhere: {where}. " if where else ""
-        if all(each.name.startswith("attribute") for each in differences):
+        if all(difference.name.startswith("attribute") for difference in differences):
             hint = "A captured step sets no attributes: attributes=False leaves them out. "
         raise VerificationError(
             f"rank {rank}, step {first + 1}: the captured step differs from the model itself: "

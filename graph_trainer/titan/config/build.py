@@ -188,10 +188,10 @@ def field_of(hint: Any, settable: bool = True) -> Field:
     """Return what a key of this type, without Annotated, takes."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
     options = typing.get_args(hint) if is_union else (hint,)
-    plain = [each for each in options if each is not type(None)]
-    sections: list[Any] = [each for each in plain if dataclasses.is_dataclass(each)]
-    entries = [typing.get_args(each)[0] for each in plain if typing.get_origin(each) is list]
-    entry: Any = next((each for each in entries if dataclasses.is_dataclass(each)), None)
+    plain = [option for option in options if option is not type(None)]
+    sections: list[Any] = [option for option in plain if dataclasses.is_dataclass(option)]
+    entries = [typing.get_args(option)[0] for option in plain if typing.get_origin(option) is list]
+    entry: Any = next((option for option in entries if dataclasses.is_dataclass(option)), None)
     return Field(hint, settable, plain, type(None) in options, sections, entry)
 
 
@@ -256,13 +256,13 @@ def type_of(config: Any, members: Sequence[type]) -> str | None:
 def table_of(value: Any) -> Any:
     """Return a config as nested tables, in which `type` is a section's class."""
     if isinstance(value, list):
-        return [table_of(each) for each in value]
+        return [table_of(item) for item in value]
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     table: dict[str, Any] = {"type": type(value)}
     for name, field in fields_of(type(value)).items():
-        each = getattr(value, name)
-        table[name] = table_of(each) if field.settable else each
+        field_value = getattr(value, name)
+        table[name] = table_of(field_value) if field.settable else field_value
     return table
 
 
@@ -373,12 +373,12 @@ class _Builder:
         try:
             return cls(**values)
         except Exception as error:  # whatever a config's own checks raise is about these values
-            given = {name: values[name] for name in values if self.origins.of(prefix + name)}
+            written = {name: values[name] for name in values if self.origins.of(prefix + name)}
             # of what file and flags set, the one key that the message names
-            said = {name: given[name] for name in given if name in str(error)}
-            given = said if len(said) == 1 else given
-            if len(given) == 1:
-                ((name, value),) = given.items()
+            named = {name: written[name] for name in written if name in str(error)}
+            written = named if len(named) == 1 else written
+            if len(written) == 1:
+                ((name, value),) = written.items()
                 needed = re.search(r"requires (\w+)=(True|False)", str(error))
                 remedy = "Change it."
                 if needed:
@@ -387,7 +387,7 @@ class _Builder:
                     remedy = f"Write {show(os.path.abspath(value))}."
                 return self.refuse(prefix + name, value, f"refused: {error}", remedy)
             remedy = "Change one of these keys, or what else is named."
-            return self.refuse(path or "top level", given, f"refused: {error}", remedy)
+            return self.refuse(path or "top level", written, f"refused: {error}", remedy)
 
     def unknown(self, cls: type, key: str, value: Any) -> None:
         """Refuse an unknown key, with the place where it belongs or the nearest known keys."""
@@ -412,7 +412,7 @@ class _Builder:
             return self.refuse(key, value, "expected a section", AS_SECTION.format(key=key))
         if field.entry and isinstance(value, list):
             entry = field_of(field.entry)
-            return [self.value(each, entry, f"{key}[{i}]") for i, each in enumerate(value)]
+            return [self.value(item, entry, f"{key}[{i}]") for i, item in enumerate(value)]
         try:
             value = _adapter(field.hint).validate_python(value)
         except ValidationError as error:
@@ -431,10 +431,10 @@ class _Builder:
         options: Sequence[Any] = field.options
         for index in takewhile(lambda step: isinstance(step, int), place):
             among, value, key = value, value[index], f"{key}[{index}]"
-            options = [entry for each in options for entry in typing.get_args(each)]
-        literals = [each for each in options if typing.get_origin(each) is Literal]
+            options = [entry for option in options for entry in typing.get_args(option)]
+        literals = [option for option in options if typing.get_origin(option) is Literal]
         if literals:
-            choices = [choice for each in literals for choice in typing.get_args(each)]
+            choices = [choice for option in literals for choice in typing.get_args(option)]
             self.refuse(key, value, *wrong_choice(value, choices))
             return
         is_flag = self.origins.of(key) == COMMAND_LINE
@@ -446,7 +446,7 @@ class _Builder:
             example += ",".join(entries) if is_flag else f"[{', '.join(entries)}]"
             self.refuse(key, value, f"expected a list of {length}", f"Write {example}.")
             return
-        kinds = [_EXPECTED.get(each["type"], each["msg"]) for each in findings]
+        kinds = [_EXPECTED.get(finding["type"], finding["msg"]) for finding in findings]
         problem, remedy = wrong_type(
             key, value, kinds, is_flag=is_flag, nullable=field.nullable, among=among
         )
@@ -461,10 +461,10 @@ class _Builder:
         if name is None and len(field.sections) == 1:
             return field.sections[0]
         if name is None or (name == NONE and field.nullable):
-            given = {k: _read(v, field_of(Any)) for k, v in table.items() if k != "type"}
-            if given:
+            written = {k: _read(v, field_of(Any)) for k, v in table.items() if k != "type"}
+            if written:
                 remedy = f"Take it out, or set {key} to {', '.join(map(show, names))}."
-                self.refuse(section, given, "switched off, so this has no effect", remedy)
+                self.refuse(section, written, "switched off, so this has no effect", remedy)
             return None
         cls = names.get(name) if isinstance(name, str) else name
         if isinstance(name, str) and ":" in name:
@@ -491,7 +491,7 @@ def _read(value: Any, field: Field) -> Any:
     without a value sets a boolean to true.
     """
     if isinstance(value, Mapping) and not field.sections:
-        return {key: _read(each, field_of(Any)) for key, each in value.items()}
+        return {key: _read(entry, field_of(Any)) for key, entry in value.items()}
     if not isinstance(value, FlagText):
         return value
     if value is NO_VALUE:
@@ -504,9 +504,11 @@ def _read(value: Any, field: Field) -> Any:
     except ConfigError:
         parsed = str(value)
     if not isinstance(parsed, str):
-        is_text = [each is str or typing.get_origin(each) is Literal for each in field.options]
+        is_text = [
+            option is str or typing.get_origin(option) is Literal for option in field.options
+        ]
         return str(value) if all(is_text) else parsed
-    lists = [each for each in field.options if typing.get_origin(each) in (list, tuple)]
+    lists = [option for option in field.options if typing.get_origin(option) in (list, tuple)]
     if lists and not value.startswith("["):
         entry = field_of(typing.get_args(lists[0])[0])
         return [_read(FlagText(part), entry) for part in value.split(",")]
@@ -518,7 +520,7 @@ def _as_tuples(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_as_tuples, value))
     if isinstance(value, Mapping):
-        return {key: _as_tuples(each) for key, each in value.items()}
+        return {key: _as_tuples(entry) for key, entry in value.items()}
     return value
 
 

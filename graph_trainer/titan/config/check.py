@@ -41,6 +41,7 @@ from graph_trainer.titan.config.remedies import GUESS, show, wrong_type
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,
+    CONFIGURED,
     Origins,
     Problem,
     refusal,
@@ -76,11 +77,11 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     """
     parallelism = config.parallelism
     experts = parallelism.expert_parallel_degree
-    each = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    fixed = parallelism.data_parallel_replicate_degree * each
+    ranks_per_batch = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    fixed = parallelism.data_parallel_replicate_degree * ranks_per_batch
     shards = parallelism.data_parallel_shard_degree
     if shards < 1:
-        multiple = experts // math.gcd(experts, each)
+        multiple = experts // math.gcd(experts, ranks_per_batch)
         shards = multiple * -(-max(1, 2 // fixed) // multiple)
     return fixed * shards
 
@@ -120,12 +121,12 @@ def check_config(
         *(checkpoint_problems(config, origins) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:
-        for i, each in enumerate(problems):
-            if each.value is ...:
+        for i, problem in enumerate(problems):
+            if problem.value is CONFIGURED:
                 value: Any = config
-                for part in each.key.replace("[", ".").replace("]", "").split("."):
+                for part in problem.key.replace("[", ".").replace("]", "").split("."):
                     value = value[int(part)] if part.isdigit() else getattr(value, part)
-                problems[i] = each._replace(value=value)
+                problems[i] = problem._replace(value=value)
         raise refusal(problems, origins)
 
 
@@ -184,8 +185,8 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
     fixed = replicate * tensor * parallelism.context_parallel_degree
     if world_size is not None:
         degrees = (
-            f"{each}_degree"
-            for each in ("data_parallel_replicate", "tensor_parallel", "context_parallel")
+            f"{degree}_degree"
+            for degree in ("data_parallel_replicate", "tensor_parallel", "context_parallel")
         )
         names = [name for name in degrees if getattr(parallelism, name) != 1]
         key = "data_parallel_shard_degree"
@@ -240,10 +241,10 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         return
     model = f"{spec.name} {spec.flavor}"
     adapter: Any = spec.state_dict_adapter  # which torchtitan makes on every rank
-    if lacking := sorted(getattr(adapter, "__abstractmethods__", ())):
+    if missing := sorted(getattr(adapter, "__abstractmethods__", ())):
         yield Problem(
             "model_spec.state_dict_adapter",
-            f"a class without {', '.join(lacking)}",
+            f"a class without {', '.join(missing)}",
             "Derive it from torchtitan.protocols.state_dict_adapter.StateDictAdapter, with to_hf "
             "and from_hf.",
             value=adapter.__qualname__,
@@ -254,7 +255,7 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         yield Problem("training.seq_len", problem, f"Set training.seq_len to {longest} or less.")
     attentions = [getattr(layer, "attention", None) for layer in getattr(spec.model, "layers", ())]
     windows = [getattr(attention, "sliding_window_size", None) for attention in attentions]
-    window = min((each for each in windows if each is not None), default=seq_len)
+    window = min((length for length in windows if length is not None), default=seq_len)
     if window < seq_len:
         yield Problem(
             "training.seq_len",
@@ -328,7 +329,7 @@ def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         return
     except PassError as error:
         key, problem, others = key_and_problem(error, ours.pass_of_section.values())
-        value: Any = ...
+        value: Any = CONFIGURED
         if pass_ := ours.pass_of_section.get(key.removeprefix("compile.")):
             options, default = getattr(ours, pass_.section), pass_.options_type()
             changed = [
@@ -378,8 +379,8 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
         except (re.error, OverflowError, RecursionError) as error:
             remedy = 'Write one that finds the names of the group\'s parameters, such as ".*".'
             yield Problem(f"{key}.pattern", f"not a regular expression ({error})", remedy)
-        given = {name: group.optimizer_kwargs.get(name) for name in SHARED}
-        texts = {name: value for name, value in given.items() if isinstance(value, str)}
+        shared = {name: group.optimizer_kwargs.get(name) for name in SHARED}
+        texts = {name: value for name, value in shared.items() if isinstance(value, str)}
         for setting, value in texts.items():  # torch would compare them with numbers
             at = f"{key}.optimizer_kwargs.{setting}"
             kind = "array" if setting == "betas" else "number"
@@ -395,7 +396,7 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
             except Exception as error:  # whatever torch says about an argument
                 problem = f"{name} does not take them: {error}"
                 known = inspect.signature(optimizer).parameters
-                unknown = [each for each in group.optimizer_kwargs if each not in known]
+                unknown = [key for key in group.optimizer_kwargs if key not in known]
                 guess = did_you_mean(unknown[0], known, GUESS) if unknown else ""
                 remedy = f"{guess}Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}."
                 yield Problem(f"{key}.optimizer_kwargs", problem, remedy)

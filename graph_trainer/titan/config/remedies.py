@@ -27,33 +27,33 @@ _KINDS = {
 _NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"}
 
 
-def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> str:
+def unknown_key(key: str, siblings: Iterable[str], all_keys: Iterable[str]) -> str:
     """Say what to write in place of an unknown key: the likeliest first, at most three others.
 
     Args:
         siblings: the names of its section.
-        elsewhere: the keys of all sections.
+        all_keys: the keys of all sections.
     """
     path, _, name = key.rpartition(".")
-    known = {f"{path}.{each}" if path else each: None for each in siblings}
-    own = {key.rpartition(".")[2]: key for key in known}
-    plain = {re.sub(r"\[\d+\]", "", each) for each in known}
-    known |= {each: None for each in elsewhere if each in known or each not in plain}
+    known = {f"{path}.{sibling}" if path else sibling: None for sibling in siblings}
+    siblings_by_name = {key.rpartition(".")[2]: key for key in known}
+    plain = {re.sub(r"\[\d+\]", "", sibling) for sibling in known}
+    known |= {other: None for other in all_keys if other in known or other not in plain}
     switch = key.removeprefix("no_")
     if switch != key and switch in known:
         return f"Write --{path.removeprefix('no_')}.no-{name}."
     words = set(re.split("[._]", key.lower()))
-    near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
-    near += [each for each in known if each.rpartition(".")[2] == name]
-    near += [own[each] for each in nearest(name, own)]
+    near = [other for other in known if set(re.split("[._]", other)) == words]  # as of a.enable_a
+    near += [other for other in known if other.rpartition(".")[2] == name]
+    near += [siblings_by_name[sibling] for sibling in nearest(name, siblings_by_name)]
     # The right key in the wrong section is as common as a typo.
-    close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
-    near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
+    close = nearest(name, {other.rpartition(".")[2] for other in known}, cutoff=0.8)
+    near += nearest(key, [other for other in known if other.rpartition(".")[2] in close], cutoff=0)
     guess, *others = list(dict.fromkeys(near)) or [""]
-    sections = {each.rpartition(".")[0] for each in known}
-    others = [each for each in others if each not in sections]
+    sections = {other.rpartition(".")[0] for other in known}
+    others = [other for other in others if other not in sections]
     if not guess:
-        section = path if own else ""
+        section = path if siblings_by_name else ""
         return f"`graph-trainer train --help {section}".rstrip() + "` lists the keys."
     return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")
 
@@ -92,25 +92,25 @@ def wrong_type(
         among: the list that the value is an entry of, where the key ends with its index.
     """
     expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
-    kind, said = kinds[0], str(value).strip().lower().removesuffix(".0")
+    kind, text = kinds[0], str(value).strip().lower().removesuffix(".0")
     _, example = _KINDS.get(kind, ("", "..."))
     number = _NUMBERS.get(kind, "$.")
-    with_unit = re.fullmatch(rf"(?P<number>{number}) ?(?P<unit>[a-z]+)", said)
-    if kind == "boolean" and said in ("false", "no", "off", "0"):
+    with_unit = re.fullmatch(rf"(?P<number>{number}) ?(?P<unit>[a-z]+)", text)
+    if kind == "boolean" and text in ("false", "no", "off", "0"):
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
         # in brackets, but not as TOML writes a list
         entries = re.findall(r"[^][\s,\"']+", value) if value.startswith("[") else [value]
         example = show(entries)
-    elif not isinstance(value, int) and re.fullmatch(number, said):
-        example = said
+    elif not isinstance(value, int) and re.fullmatch(number, text):
+        example = text
     elif kind == "integer" and isinstance(value, float) and 1 <= value < 1e18:
         example = str(int(value))
     elif with_unit and re.split("[._]", key)[-1].startswith(with_unit["unit"]):
         example = with_unit["number"]  # 10GiB of memory_limit_gib
     if key.endswith("]"):  # a file and a flag give the whole list
         key = key.partition("[")[0]
-        is_wrong = [type(each) is type(value) for each in among]
+        is_wrong = [type(entry) is type(value) for entry in among]
         entries = [example if w else as_toml(e) for w, e in zip(is_wrong, among, strict=True)]
         example = f"[{', '.join(entries or [example])}]"
     if not is_flag:
@@ -136,6 +136,6 @@ def as_toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items())
+        pairs = ", ".join(f"{key} = {as_toml(entry)}" for key, entry in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return "unset" if value is None else str(value)

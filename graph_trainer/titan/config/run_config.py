@@ -341,8 +341,8 @@ def compile_class(entries: Iterable[object] = ()) -> type[GraphCompileConfig]:
         PassError: an entry names no pass.
         ConfigError: two passes have a section of one name.
     """
-    own = [load_pass(entry) for entry in entries if isinstance(entry, str) and ":" in entry]
-    return _compile_class(tuple(dict.fromkeys([*registered_passes().values(), *own])))
+    of_user = [load_pass(entry) for entry in entries if isinstance(entry, str) and ":" in entry]
+    return _compile_class(tuple(dict.fromkeys([*registered_passes().values(), *of_user])))
 
 
 @functools.cache
@@ -350,27 +350,27 @@ def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
     """Make the class of [compile] with the sections of these passes."""
     sections: dict[str, Pass] = {}
     keys = {f.name for f in fields(GraphCompileConfig)}
-    for each in passes:
-        if not fields(each.options_type):
+    for pass_ in passes:
+        if not fields(pass_.options_type):
             continue
-        if each.section in keys | sections.keys():
+        if pass_.section in keys | sections.keys():
             raise ConfigError(
-                f"compile.passes: the options of the pass {each.name} would be "
-                f"[compile.{each.section}], which exists already. Give the pass another name or "
+                f"compile.passes: the options of the pass {pass_.name} would be "
+                f"[compile.{pass_.section}], which exists already. Give the pass another name or "
                 "section."
             )
-        sections[each.section] = each
+        sections[pass_.section] = pass_
     # Help and schema read the documentation of dynamic fields here.
     documented = [
-        f'    {name}: Options of the pass {each.name}: {each.summary}. No effect in mode "eager".'
-        for name, each in sections.items()
+        f'    {name}: Options of the pass {pass_.name}: {pass_.summary}. No effect in mode "eager".'
+        for name, pass_ in sections.items()
     ]
     first_line = (GraphCompileConfig.__doc__ or "").partition("\n")[0]
     return make_dataclass(
         GraphCompileConfig.__name__,
         [
-            (section, each.options_type, field(default_factory=each.options_type))
-            for section, each in sections.items()
+            (section, pass_.options_type, field(default_factory=pass_.options_type))
+            for section, pass_ in sections.items()
         ],
         bases=(GraphCompileConfig,),
         namespace={
@@ -387,9 +387,10 @@ def of_captured_steps(config: GraphTrainerConfig) -> list[str]:
     """List the keys with another value than the default that act on a captured step alone."""
     default = type(config.compile)()
     changed = [
-        f"compile.{each.name}"
-        for each in fields(default)
-        if each.name != "mode" and getattr(config.compile, each.name) != getattr(default, each.name)
+        f"compile.{option.name}"
+        for option in fields(default)
+        if option.name != "mode"
+        and getattr(config.compile, option.name) != getattr(default, option.name)
     ]
     if config.parallelism.fsdp_reshard_after_forward != "default":
         changed.append("parallelism.fsdp_reshard_after_forward")
@@ -401,7 +402,7 @@ def of_captured_steps(config: GraphTrainerConfig) -> list[str]:
 def changed_sections(config: GraphCompileConfig) -> dict[str, Pass]:
     """Return the sections of passes whose options are not the defaults, with their passes."""
     return {
-        section: each
-        for section, each in config.pass_of_section.items()
-        if getattr(config, section) != each.options_type()
+        section: pass_
+        for section, pass_ in config.pass_of_section.items()
+        if getattr(config, section) != pass_.options_type()
     }

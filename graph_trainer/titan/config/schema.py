@@ -47,8 +47,8 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
     Raises:
         PassError: an entry of `passes` names no pass.
     """
-    own = [entry for entry in passes if ":" in entry]
-    writer = _Writer(compile_class(own), own)
+    of_user = [entry for entry in passes if ":" in entry]
+    writer = _Writer(compile_class(of_user), of_user)
     top = writer.table(GraphTrainerConfig)
     top["properties"] = {
         "base": {
@@ -117,8 +117,8 @@ class _Writer:
             # The entries of these two lists are names that a type cannot list.
             known = list(registered_passes())
             names = {"enum": ["default", *known]}
-            own = {"type": "string", "pattern": ":", "description": "package.module:name"}
-            properties["passes"]["items"] = {"anyOf": [names, own]}
+            of_user = {"type": "string", "pattern": ":", "description": "package.module:name"}
+            properties["passes"]["items"] = {"anyOf": [names, of_user]}
             disabled = [*known, *(load_pass(entry).name for entry in self.own_passes)]
             properties["disable_passes"]["items"] = {"enum": disabled}
         schema: _Schema = {"type": "object"}
@@ -156,8 +156,8 @@ class _Writer:
             kind = {"const": name, "description": _class_documentation(cls) or f'"{name}"'}
             schema["properties"] = {"type": kind, **schema["properties"]}
             choices.append(self.define(cls, schema))
-        own = {"type": "string", "pattern": ":", "description": "package.module:Class.Config"}
-        choices.append({"type": "object", "required": ["type"], "properties": {"type": own}})
+        of_user = {"type": "string", "pattern": ":", "description": "package.module:Class.Config"}
+        choices.append({"type": "object", "required": ["type"], "properties": {"type": of_user}})
         if field.nullable:
             off = {"const": NONE, "description": "Switched off."}
             switched_off = {"type": "object", "required": ["type"], "properties": {"type": off}}
@@ -214,8 +214,8 @@ def help_text(config: Any, words: Sequence[str], prog: str) -> str:
         )
     if words:
         return "\n".join(keys)
-    own = _OWN.get(prog.rpartition(" ")[2], "")
-    return "\n".join([_DESCRIPTION.format(own=own, prog=prog), *keys])
+    of_command = _OWN.get(prog.rpartition(" ")[2], "")
+    return "\n".join([_DESCRIPTION.format(own=of_command, prog=prog), *keys])
 
 
 def _keys(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
@@ -228,16 +228,16 @@ def _keys(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
             of = NONE if value is None else type_of(value, field.sections)
             yield f"{key}.type", f"{{{','.join(known)}}}", of, text
         entries = value if field.entry and value else ()
-        for i, each in enumerate(entries):
-            yield from _keys(each, f"{key}.{i}.")
+        for i, entry in enumerate(entries):
+            yield from _keys(entry, f"{key}.{i}.")
         if dataclasses.is_dataclass(value):
             yield from _keys(value, f"{key}.")
         elif not field.sections and not entries:
             takes = [
-                f"{{{','.join(map(str, typing.get_args(each)))}}}"
-                if typing.get_origin(each) is typing.Literal
-                else str(getattr(typing.get_origin(each) or each, "__name__", each)).upper()
-                for each in field.options
+                f"{{{','.join(map(str, typing.get_args(option)))}}}"
+                if typing.get_origin(option) is typing.Literal
+                else str(getattr(typing.get_origin(option) or option, "__name__", option)).upper()
+                for option in field.options
             ]
             yield key, "|".join(takes), value, text
 

@@ -49,10 +49,14 @@ class Origins:
         places: set[str] = set()
         for key in keys:
             path = f"{key.replace('[', '.').replace(']', '')}."
-            for each, where in self.where.items():
-                if path.startswith(f"{each}.") or f"{each}.".startswith(path):
+            for key, where in self.where.items():
+                if path.startswith(f"{key}.") or f"{key}.".startswith(path):
                     places.add(where)
         return COMMAND_LINE if COMMAND_LINE in places else "".join(places)
+
+
+CONFIGURED: Any = object()
+"""Stands for the value that the config has."""
 
 
 class Problem(NamedTuple):
@@ -65,8 +69,8 @@ class Problem(NamedTuple):
     """What to write instead, a sentence."""
     others: tuple[str, ...] = ()
     """Other keys that decide; a flag may have set one of them."""
-    value: Any = ...
-    """Left out: the config's value of the key."""
+    value: Any = CONFIGURED
+    """The value to show; `CONFIGURED` for the config's value of the key."""
 
 
 def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
@@ -77,11 +81,16 @@ def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
     """
     lines = []
     for key, problem, remedy, others, value in problems:
-        own, deciding = origins.of(key), origins.of(*others)
-        of_entry = f" of {origins.base}" if value is not None and deciding and not own else ""
-        place = own if own == COMMAND_LINE else deciding or own or origins.base
-        said = f"{place}: {key} = {show(value)}{of_entry}: {problem.rstrip('.')}. {remedy}"
-        lines.append(said.rstrip())
+        key_origin = origins.of(key)
+        deciding = origins.of(*others)
+        of_entry = ""
+        if value is not None and deciding and not key_origin:
+            of_entry = f" of {origins.base}"
+        place = deciding or key_origin or origins.base
+        if key_origin == COMMAND_LINE:
+            place = key_origin
+        line = f"{place}: {key} = {show(value)}{of_entry}: {problem.rstrip('.')}. {remedy}"
+        lines.append(line.rstrip())
     return ConfigError("\n".join(lines))
 
 
@@ -92,7 +101,7 @@ def unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Proble
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
 _SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
-_SHORT = {f"--{each}": f"--metrics.console={each}" for each in ("quiet", "verbose")}
+_SHORT = {f"--{level}": f"--metrics.console={level}" for level in ("quiet", "verbose")}
 _EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 
 
@@ -129,7 +138,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
     shown = None
     for place, word in enumerate(words):
         if word in ("-h", "--help"):
-            shown = [*takewhile(lambda each: not each.startswith("-"), words[place + 1 :])]
+            shown = [*takewhile(lambda word: not word.startswith("-"), words[place + 1 :])]
             del words[place : place + 1 + len(shown)]
             break
     table: dict[str, Any] = {}
@@ -202,13 +211,13 @@ def with_none(value: Any, where: str, path: str = "") -> Any:
         ConfigError: `unset` is not a list of names, or one of them is set as well.
     """
     if isinstance(value, list):
-        return [with_none(each, where, path) for each in value]
+        return [with_none(entry, where, path) for entry in value]
     if not isinstance(value, dict):
         return value
     prefix = f"{path}." if path else ""
     unset = value.get(UNSET, [])
     table = {k: with_none(v, where, prefix + k) for k, v in value.items() if k != UNSET}
-    if not isinstance(unset, list) or not all(isinstance(each, str) for each in unset):
+    if not isinstance(unset, list) or not all(isinstance(entry, str) for entry in unset):
         remedy = 'Write unset = ["key"] with the keys of this section that shall have no value.'
         raise ConfigError(f"{where}: {prefix}{UNSET} = {show(unset)}: not key names. {remedy}")
     for key in unset:

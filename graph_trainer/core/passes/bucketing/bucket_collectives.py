@@ -176,7 +176,7 @@ def best_caps(
         )
         worth = (is_beyond, step.needed if is_beyond else step.nanoseconds)
         tried.append((worth, caps, remark))
-    _, caps, remark = min(tried, key=lambda each: each[0])
+    _, caps, remark = min(tried, key=lambda trial: trial[0])
     joint.remarks.append(f"the best of {len(tried)}: {remark}" if caps else "nothing to merge")
     joint.remarks += [text for *_, text in tried if text is not remark and caps]
     return caps

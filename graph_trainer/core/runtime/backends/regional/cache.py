@@ -53,23 +53,27 @@ def compile_all(wanted: Mapping[str, Callable[[], _T]]) -> dict[str, _T]:
         return {key: compile_one() for key, compile_one in wanted.items()}
     folder = _lock_folder()
     start, before = time.perf_counter(), compilations()
-    made: dict[str, _T] = {}
+    programs: dict[str, _T] = {}
     for waits in (False, True):
-        if waits and len(made) < len(wanted):
-            others = len(wanted) - len(made)
+        if waits and len(programs) < len(wanted):
+            others = len(wanted) - len(programs)
             logger.info("Waiting for %d programs of other processes: locks in %s", others, folder)
         for key, compile_one in wanted.items():
-            if key in made:
+            if key in programs:
                 continue
             with _locked(folder / f"{key}.lock", waits) as locked:
                 if locked:
-                    made[key] = _healed(compile_one, folder.parent)
+                    programs[key] = _healed(compile_one, folder.parent)
     compiled = compilations() - before
     logger.info(
         "Backend 'regional': %d programs, %d compiled and %d from %s, in %.1f s",
-        *(len(made), compiled, len(made) - compiled, folder.parent, time.perf_counter() - start),
+        len(programs),
+        compiled,
+        len(programs) - compiled,
+        folder.parent,
+        time.perf_counter() - start,
     )
-    return {key: made[key] for key in wanted}
+    return {key: programs[key] for key in wanted}
 
 
 def _lock_folder() -> Path:

@@ -72,13 +72,13 @@ def program_key(region: Region) -> str:
 def _module_of_region(region: Region) -> fx.GraphModule:
     """Make a graph of a region, with its inputs as placeholders and its outputs in a tuple."""
     graph = fx.Graph()
-    made = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(region.inputs)}
+    copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(region.inputs)}
     for index, node in enumerate(region.nodes):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-        made[node] = graph.create_node(
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(
             "call_function", node.target, args, kwargs, name=f"node_{index}"
         )
-    graph.output(tuple(made[node] for node in region.outputs))
+    graph.output(tuple(copies[node] for node in region.outputs))
     return fx.GraphModule(torch.nn.Module(), graph, class_name="Region")
 
 
@@ -140,13 +140,13 @@ def _graph_of_calls(
 ) -> fx.Graph:
     """Copy a graph with a call of its program for each region, where its last op was."""
     calls = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     inside = {node for region in regions for node in (*region.nodes, *region.after)}
     ops = [[node for node in region.nodes if not is_getitem(node)] for region in regions]
     ends = {nodes[-1]: index for index, nodes in enumerate(ops)}
 
     def copy(node: fx.Node) -> None:
-        made[node] = calls.node_copy(node, made.__getitem__)
+        copies[node] = calls.node_copy(node, copies.__getitem__)
 
     for node in graph.nodes:
         if node not in inside:
@@ -154,16 +154,16 @@ def _graph_of_calls(
         elif (index := ends.get(node)) is not None:
             region = regions[index]
             # the list is the program's alone, so that it frees what nothing else reads
-            boxed = calls.call_function(_boxed, tuple(made[n] for n in region.inputs))
+            boxed = calls.call_function(_boxed, tuple(copies[n] for n in region.inputs))
             results = calls.call_function(programs[index], (boxed,))
             for place, output in enumerate(region.outputs):
-                made[output] = calls.call_function(operator.getitem, (results, place))
+                copies[output] = calls.call_function(operator.getitem, (results, place))
             for other in region.after:
                 written = aliased_input(other) if written_arguments(other) else None
                 if written is None:
                     copy(other)
                 else:
-                    made[other] = made[written]
+                    copies[other] = copies[written]
     return calls
 
 
