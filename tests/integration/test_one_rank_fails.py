@@ -20,7 +20,7 @@ def test_every_rank_hears_of_the_rank_that_failed() -> None:
         "VerificationError: rank 1 could not capture the step again, CaptureError: "
     )
     lost = told["lost"]
-    assert lost.startswith("CollectiveError: the exchange of what all ranks decide failed: "), lost
+    assert lost.startswith("CollectiveError: the exchange of decisions between ranks failed"), lost
     assert lost.endswith("Another rank has ended, or did not arrive.") and "pass '" not in lost
     # at once, not when its time ran out
     assert "Connection" in told["cause"] and "Timed out" not in told["cause"]

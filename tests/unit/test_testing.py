@@ -53,7 +53,7 @@ def once_more(joint):
     [
         (swap, "gradient of up.weight is another than before the pass"),
         (zero, "gradient of down.weight is another than before the pass"),
-        (drop_write, "buffer 'count' is written by the step and no node writes it"),
+        (drop_write, "the step writes buffer 'count', and the graph no longer has a node"),
         (unmarked, "has no phase"),
         (once_more, "changed the graph again when it ran a second time"),
     ],

@@ -195,7 +195,7 @@ def drop(read, write):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop, "buffer 'count' is written by the step and no node writes it any more"),
+        (drop, "the step writes buffer 'count', and the graph no longer has a node"),
         (lambda read, write: write.append(read), "'mul' .* reads 'count' after 'add_' writes it"),
         (lambda read, write: read.prepend(write), "'mul' .* reads 'count' after 'add_' writes it"),
     ],
