@@ -1,4 +1,4 @@
-"""Graph passes: one a file, its options beside it; `catalogue` lists them, `pipeline` runs them.
+"""Graph passes: one in each file, with its options; `catalogue` lists them, `pipeline` runs them.
 
-A pass changes a joint graph in place. It does not run the graph, and knows no torchtitan.
+A pass changes a joint graph in place. It does not run the graph, and does not depend on torchtitan.
 """

@@ -1,4 +1,4 @@
-"""Remove nodes that nothing reads."""
+"""Remove unused nodes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from graph_trainer.core.passes.context import PassContext
 def eliminate_dead_code(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Remove every node without a reader that has no effect.
 
-    Unread collectives and their waits go too: every rank has the same graph, so every rank
-    drops the same ones. What has an effect stays: in-place ops (a buffer may change), random
-    ops (they move the random stream that later ones read), sends and receives, assertions,
-    and waits for a collective that others read.
+    Unused collectives and their waits are removed too: every rank has the same graph, so every rank
+    removes the same ones. Nodes with an effect stay: in-place ops (a buffer may change), random ops
+    (they advance the random stream for later ones), sends and receives, assertions, and waits for a
+    collective that others read.
 
-    Relies on nothing. Guarantees that what is left is read or has an effect. One walk from
-    the end: linear in nodes.
+    Relies on nothing. Guarantees that the remaining nodes are read or have an effect. Linear in
+    nodes: one walk from the end.
     """
     erase_unused(joint.graph)

@@ -1,4 +1,4 @@
-"""Remove gathers whose result is only sliced back to what the rank sent."""
+"""Remove gathers whose result is only sliced back to the part that the rank sent."""
 
 from __future__ import annotations
 
@@ -36,29 +36,33 @@ from graph_trainer.core.torch_private_groups import group_ranks
 
 @graph_pass(stage=Stage.STRUCTURE, summary="Read a local slice of a gather from what was sent")
 def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
-    """Let readers of the local slice of a gathered tensor read what this rank sent.
+    """Let readers of the local slice of a gathered tensor read the tensor that this rank sent.
 
     DTensor redistributes a value for one reader (Shard -> Replicate: an all-gather, and for a
     dimension other than the first a `cat` of its parts) and back for another (Replicate -> Shard:
-    a slice and its copy). The second reader needs neither; unused nodes are removed, the gather
-    too. Each of several mesh dimensions is a round trip of its own: the inner one is
-    found after the outer one has been removed. A gather that other nodes read, slices of another
-    size among them, stays.
+    a slice and its copy). The second reader needs neither. Unused nodes are removed, also the
+    gather. Each of several mesh dimensions is a separate round trip: the inner one is detected
+    after the outer one has been removed. A gather with other readers stays, for example slices of
+    another size.
 
     Relies on the mark that capture sets where DTensor takes a local slice. Without it, rank 0's
     local slice looks like the first rows, which every rank may read, and ranks that decide
     differently would issue different collectives. In addition, shapes, strides and offsets must
-    show that the slice is all that this rank sent. Not changed: shards of different sizes, tensors
-    that are written in place or returned, and reductions, whose result is not what was sent; nor a
-    slice that is gathered again, since nothing proves that ranks sliced equal bits.
+    show that the slice is all that this rank sent. Not changed are shards of different sizes,
+    tensors that are written in place or returned, reductions, whose result differs from the tensor
+    that was sent, and a slice that is gathered again, because the ranks' slices may not have equal
+    bits.
 
-    Guarantees equal bits, and the same decision on every rank of a group: it depends on nothing
-    in which their graphs differ. Linear in nodes for each mesh dimension.
+    Guarantees equal bits, and the same decision on every rank of a group: it does not depend on
+    anything in which their graphs differ. Linear in nodes for each mesh dimension.
     """
-    while cuts := [node for node in joint.graph.nodes if local_slice_group(node) is not None]:
+    while True:
+        slices = [node for node in joint.graph.nodes if local_slice_group(node) is not None]
+        if not slices:
+            return
         trips = _RoundTrips(joint)
-        # from the end, as what precedes a node is then as it was
-        shortened = [trips.shorten(cut) for cut in reversed(cuts)]
+        # from the end, because the nodes before a slice are then still unchanged
+        shortened = [trips.shorten(node) for node in reversed(slices)]
         if not any(shortened):
             return
         erase_unused(joint.graph)
@@ -66,9 +70,10 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """What every rank of a group sent, concatenated along a dimension, in a new storage."""
+    """The tensors that all ranks of a group sent, concatenated along a dimension."""
 
     source: fx.Node
+    """The tensor that this rank sends."""
     dim: int
     gather: fx.Node
     node: fx.Node
@@ -82,46 +87,48 @@ class _RoundTrips:
         self._returned = {self._storages[n] for n in joint.output_node().all_input_nodes}
         self._ranks = cache(group_ranks)
 
-    def shorten(self, cut: fx.Node) -> bool:
-        """Let readers of a local slice, and of its copies, read what this rank sent.
+    def shorten(self, node: fx.Node) -> bool:
+        """Let readers of a local slice, and of its copies, read the tensor that this rank sent.
 
-        Returns whether any reads something else now.
+        Returns whether a reader has changed.
         """
-        gathered = self._gathered_in(self._storages[cut][0])
-        if gathered is None or gathered.node is cut or not self._is_local_slice(cut, gathered):
+        gathered = self._gathered_in(self._storages[node][0])
+        if gathered is None or gathered.node is node or not self._is_local_slice(node, gathered):
             return False
-        copies = [n for n in cut.users if n.target is aten.clone.default]
+        copies = [n for n in node.users if n.target is aten.clone.default]
         shared = (gathered.source, gathered.gather, gathered.node, *copies)
         if any(self._writes.is_written(n) for n in shared):
             return False
         source = gathered.source
-        if tensor_of(cut).shape != tensor_of(source).shape:
-            with cut.graph.inserting_before(cut):
-                shape = list(tensor_of(cut).shape)
-                source = cut.graph.call_function(aten.view.default, (source, shape))
-            copy_annotations(cut, source)
+        if tensor_of(node).shape != tensor_of(source).shape:
+            with node.graph.inserting_before(node):
+                shape = list(tensor_of(node).shape)
+                source = node.graph.call_function(aten.view.default, (source, shape))
+            copy_annotations(node, source)
             infer_value(source)
             self._storages[source] = self._storages[gathered.source]
-        replaced = False
-        for reader in (cut, *copies):
-            if self._storages[reader] in self._returned:
+        has_replaced = False
+        for slice_or_copy in (node, *copies):
+            if self._storages[slice_or_copy] in self._returned:
                 continue
-            if any("as_strided" in str(view.target) for view in self._views(reader)):
-                continue  # an explicit offset into the storage, which changes
-            if reader.users and tensor_of(reader).stride() == tensor_of(source).stride():
-                self._replace(reader, source)
-                replaced = True
-        return replaced
+            if any("as_strided" in str(view.target) for view in self._views(slice_or_copy)):
+                continue  # its offset is into the old storage
+            same_strides = tensor_of(slice_or_copy).stride() == tensor_of(source).stride()
+            if slice_or_copy.users and same_strides:
+                self._replace(slice_or_copy, source)
+                has_replaced = True
+        return has_replaced
 
     def _gathered_in(self, node: fx.Node) -> _Gathered | None:
-        """Return what is gathered into the storage that a gather allocates, or a `cat` that has all
-        parts of a gather, in order and each of them whole."""
+        """Describe the gathered tensor that a node allocates: the node is a gather, or a `cat` of
+        all complete parts of a gather, in their order. None for any other node."""
         kind = plain_kind(node)
         if kind is not None and kind.result is Result.GATHERED:
             source = node.all_input_nodes[0]
             sent = tensor_of(source)
-            plain = sent.ndim > 0 and sent.numel() > 0 and sent.is_contiguous()
-            return _Gathered(source, 0, node, node) if plain else None
+            if sent.ndim > 0 and sent.numel() > 0 and sent.is_contiguous():
+                return _Gathered(source, 0, node, node)
+            return None
         if node.target is not aten.cat.default:
             return None
         parts = argument_nodes(argument(node, "tensors"))
@@ -129,35 +136,38 @@ class _RoundTrips:
         if gathered is None or gathered.node is not gathered.gather:
             return None
         sent = tensor_of(gathered.source)
-        for member, part in enumerate(parts):
-            shown = tensor_of(part)
+        for index, part in enumerate(parts):
+            tensor = tensor_of(part)
             if (
                 self._storages[part] != self._storages[gathered.gather]
-                or shown.dtype != sent.dtype
-                or shown.shape != sent.shape
-                or shown.stride() != sent.stride()
-                or shown.storage_offset() != member * sent.numel()
+                or tensor.dtype != sent.dtype
+                or tensor.shape != sent.shape
+                or tensor.stride() != sent.stride()
+                or tensor.storage_offset() != index * sent.numel()
             ):
                 return None
         dim = argument(node, "dim")
         assert isinstance(dim, int)
         return _Gathered(gathered.source, dim % sent.ndim, gathered.gather, node)
 
-    def _is_local_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
+    def _is_local_slice(self, node: fx.Node, gathered: _Gathered) -> bool:
         """Return whether a node marked as a local slice is exactly the gather's local part."""
         ranks = self._ranks(str(argument(gathered.gather, "group_name")))
-        if self._ranks(str(local_slice_group(cut))) != ranks:
+        if self._ranks(str(local_slice_group(node))) != ranks:
             return False
-        # the mark is for a slice of the whole gathered tensor, which is checked at the end
-        whole = cut.all_input_nodes[0]
-        while not isinstance(value_of(whole), torch.Tensor):
-            whole = whole.all_input_nodes[0]
-        if not isinstance(value_of(cut), torch.Tensor):
+        # the tensor that is sliced; a chunk is taken out of a tuple
+        base = node.all_input_nodes[0]
+        while not isinstance(value_of(base), torch.Tensor):
+            base = base.all_input_nodes[0]
+        if not isinstance(value_of(node), torch.Tensor):
             return False
-        sliced, local, sent = tensor_of(whole), tensor_of(cut), tensor_of(gathered.source)
+        sliced = tensor_of(base)
+        local = tensor_of(node)
+        sent = tensor_of(gathered.source)
         if local.dtype != sent.dtype or local.numel() != sent.numel():
             return False
-        shape, index = list(sent.shape), ranks.index(dist.get_rank())
+        index = ranks.index(dist.get_rank())
+        shape = list(sent.shape)
         shape[gathered.dim] *= len(ranks)
         full = torch.empty(shape, device="meta")
         if local.shape == sent.shape:
@@ -169,6 +179,7 @@ class _RoundTrips:
             expected = full.view(-1).narrow(0, index * size, size).view(local.shape)
         else:
             return False
+        # the mark is for a slice of the full gathered tensor
         return (
             sliced.numel() == full.numel()
             and sliced.is_contiguous()
@@ -178,18 +189,20 @@ class _RoundTrips:
 
     def _views(self, node: fx.Node) -> list[fx.Node]:
         """List the views of a node, and the views of these."""
-        views = [node]
-        for each in views:
-            views += [
-                user for user in each.users if self._storages.get(user) == self._storages[node]
-            ]
-        return views[1:]
+        views: list[fx.Node] = []
+        stack = [node]
+        while stack:
+            for user in stack.pop().users:
+                if self._storages.get(user) == self._storages[node]:
+                    views.append(user)
+                    stack.append(user)
+        return sorted(views)
 
-    def _replace(self, reader: fx.Node, source: fx.Node) -> None:
-        """Let the readers of a node read another with the same elements in the same layout."""
-        if is_saved_for_backward(reader):
+    def _replace(self, node: fx.Node, source: fx.Node) -> None:
+        """Let the readers of a node read another one with the same elements in the same layout."""
+        if is_saved_for_backward(node):
             set_saved_for_backward(source)
-        views = self._views(reader)
-        reader.replace_all_uses_with(source)
-        for view in views:  # these have another offset in another storage
+        views = self._views(node)
+        node.replace_all_uses_with(source)
+        for view in views:  # they are in another storage now, at another offset
             infer_value(view)

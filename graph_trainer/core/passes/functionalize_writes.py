@@ -21,40 +21,42 @@ def functionalize_writes(joint: JointGraph, options: NoOptions, context: PassCon
     node can observe the write: `index_put_` everywhere, and elementwise ops in forward, which
     backward could not run again (RMSNorm adds its epsilon in place).
 
-    Applies where an op of this graph allocated the written tensor and no other node has read it
-    before. All later readers read the new tensor. Inputs and views are not changed: their storage
-    is visible to others. Nor is an op with tensors of another type, whose result would get that
-    type.
+    Applies if an op of this graph allocated the written tensor and no other node has read it
+    before. All later readers read the new tensor. Writes into inputs and views stay, because other
+    nodes read their storage, and so do ops with tensors of another dtype, whose result could get
+    that dtype.
 
     Guarantees equal values; afterwards the tensor may be recomputed and moved like any other.
     Linear in nodes and their readers.
     """
     graph = joint.graph
-    writes = [(n, op) for n in graph.nodes if (op := _without_write(n)) is not None]
     roots = storage_roots(graph)
-    made: set[fx.Node] = set()
-    for node, op in writes:
+    replaced: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        op = _without_write(node)
+        if op is None:
+            continue
         target = node.args[0]
         assert isinstance(target, fx.Node)
         # after an earlier write to the same temporary, the target is a tensor that this pass made
-        owns = roots[target] == (target, 0) or target in made
+        is_new = roots[target] == (target, 0) or target in replaced
         # the new tensor is a copy, whose strides must be those of the target
         value = sized(tensor_of(target))
-        dense = torch.empty_like(value).stride() == value.stride()
-        if target.op != "call_function" or not owns or not dense:
+        same_strides = torch.empty_like(value).stride() == value.stride()
+        if target.op != "call_function" or not is_new or not same_strides:
             continue
         if any(user < node for user in target.users):
             continue
         if target in argument_nodes(node.args[1:]):
             continue  # it indexes or fills itself with itself
         node.target = op
-        made.add(node)
+        replaced.add(node)
         target.replace_all_uses_with(node)
-        node.replace_input_with(node, target)  # all readers but this one
+        node.replace_input_with(node, target)  # this node still reads the target
 
 
 def _without_write(node: fx.Node) -> Any:
-    """Return the op that makes what an in-place op writes; None where there is nothing to do."""
+    """Return the op without a write for an in-place op; None for a node that is not replaced."""
     if node.target is aten.index_put_.default:
         return aten.index_put.default
     schema = schema_of(node)

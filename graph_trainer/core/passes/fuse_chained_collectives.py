@@ -1,4 +1,4 @@
-"""Replace collectives in a row, each over one axis of a mesh, by one over all of these axes."""
+"""Replace consecutive collectives, each over one axis of a mesh, by one over all of these axes."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ Join = Callable[[Partition, Partition], Partition | None]
     stage=Stage.STRUCTURE, summary="Gather a parameter at once that is split over several axes"
 )
 def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
-    """Gather once what is gathered over one axis of a mesh and then over another.
+    """Gather a parameter once if it is gathered over one axis of a mesh and then over another.
 
-    The second gather reads what the first reads, over the ranks of both. Their order is the one
-    in which the two gathers would have put the parts: row by row where the inner axis came first,
-    column by column where the outer one did. Where no group has exactly these ranks in this
-    order it is made, by all ranks of the world at once: run the pass on all of them.
+    The second gather reads the input of the first, over the ranks of both. The order of the ranks
+    is the order in which the two gathers would have put the parts: row by row if the inner axis
+    came first, column by column if the outer one did. If no group has exactly these ranks in this
+    order, all ranks of the world make it together: run the pass on all of them.
 
-    Not changed: a first gather or a view of it that another node reads; gathers with anything
-    between them but views that show their input unchanged; groups that are not axes of a mesh
-    with all ranks of the world; and parameters of which not every rank stores equally much, since
-    their gathers are padded on some ranks and all ranks must do the same.
+    Not changed are gathers if another node reads the first one or a view of it; gathers with other
+    nodes between them than views that change nothing; groups that are not axes of a mesh with all
+    ranks of the world; and parameters of which some ranks store less than others, because some
+    ranks pad their gathers and all ranks must make the same change.
 
     Relies on FSDP roles, on DTensor parameters, whose meshes give the other ranks' groups, and
     on all ranks running the same program. Guarantees equal values. Linear in nodes and in ranks of
@@ -78,11 +78,11 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: Pas
 def fuse_chained_reduce_scatters(
     joint: JointGraph, options: NoOptions, context: PassContext
 ) -> None:
-    """Reduce once what is reduced over one axis of a mesh and then over another.
+    """Reduce a gradient once if it is reduced over one axis of a mesh and then over another.
 
-    The mirror of `fuse_chained_all_gathers`, with the same conditions, on the reductions of
-    gradients. Not in the default list: the sum has another order, so values may differ by
-    rounding. Linear in nodes and in ranks of the world.
+    As `fuse_chained_all_gathers`, with the same conditions, for the reductions of gradients. Not in
+    the default list: the sum has another order, so values may differ by rounding. Linear in nodes
+    and in ranks of the world.
     """
     # rank (i, j) keeps part j of part i: the order of a gather over the second, then the first
     _fuse_chains(
@@ -97,24 +97,17 @@ def fuse_chained_reduce_scatters(
 def _fuse_chains(
     joint: JointGraph, agreement: Agreement, result: Result, role: Role, join: Join
 ) -> None:
-    """Let the last of each chain of one op read what the first reads, over the ranks of all. A
-    chain of three extends one of two.
+    """Let the last collective of each chain read the input of the first, over the ranks of all.
 
-    Both must have `role`, for the same parameter: how other ranks store parameters is known, and so
-    it is known that they have the same chains. `join` returns the partition over which one
-    collective does what two do, given theirs in order.
+    A chain of three extends one of two. All must have `role`, for the same parameter: the graph
+    shows how other ranks store parameters, and so that they have the same chains.
+
+    Args:
+        join: returns the partition over which one collective equals two, from the partitions of
+            these, in their order.
     """
-    pairs = {
-        node: before
-        for node in joint.graph.nodes
-        if (kind := plain_kind(node)) is not None
-        and kind.result is result
-        and (before := _before(node)) is not None
-        and role_of(before) is role_of(node) is role
-        and parameter_of(before) == parameter_of(node)
-        and phase_of(before) is phase_of(node)
-    }
-    if not pairs:
+    previous_of = _consecutive(joint, result, role)
+    if not previous_of:
         return
     even = _evenly_sharded(joint)
     writes = writes_of(joint.graph)
@@ -123,10 +116,11 @@ def _fuse_chains(
     partition_on = cache(partial(partition_of, meshes))
 
     def partition_around(node: fx.Node) -> Partition | None:
-        # the partition that the group of a collective belongs to, where a mesh gives it
+        """Return the partition with the group of a collective, if it lies along axes of a mesh."""
         name = str(argument(node, "group_name"))
         try:
-            ranks, backend = group_ranks(name), group_backend(name)
+            ranks = group_ranks(name)
+            backend = group_backend(name)
         except (RuntimeError, ValueError) as error:
             raise PassError(
                 f"node '{node.name}' ({node.target}) communicates over the group '{name}', and "
@@ -135,18 +129,22 @@ def _fuse_chains(
             ) from error
         return partition_on(ranks) if meshes and backend == dist.get_backend() else None
 
-    # by the collective that is to do what several do, the first of these, and the world's ranks in
-    # groups, each over the ranks of all of these
+    # by the last collective of a chain, the first one and the partition over the ranks of all
     chains: dict[fx.Node, tuple[fx.Node, Partition]] = {}
-    for node, previous in pairs.items():
+    for node, previous in previous_of.items():
         if parameter_of(node) not in even:
             continue
-        first, inner = chains.get(previous) or (previous, partition_around(previous))
+        first: fx.Node = previous
+        inner: Partition | None
+        if previous in chains:
+            first, inner = chains[previous]
+        else:
+            inner = partition_around(previous)
         outer = partition_around(node)
         if inner is None or outer is None:
             continue
         if writes.between(first, node, first.all_input_nodes[0]):
-            continue  # what the first one sends has changed by then
+            continue  # the input of the first collective has changed by then
         partition = join(inner, outer)
         if partition is not None:
             chains.pop(previous, None)
@@ -155,43 +153,63 @@ def _fuse_chains(
     for node, (first, partition) in chains.items():
         schema = schema_of(node)
         assert schema is not None
-        given: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
-        given["input"] = argument(first, "input")
-        given |= {"group_size": len(partition[0]), "group_name": groups[partition]}
-        node.args, node.kwargs = tuple(given.values()), {}
+        arguments: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
+        arguments["input"] = argument(first, "input")
+        arguments["group_size"] = len(partition[0])
+        arguments["group_name"] = groups[partition]
+        node.args = tuple(arguments.values())
+        node.kwargs = {}
     if chains:
         erase_unused(joint.graph)
 
 
-def _before(node: fx.Node) -> fx.Node | None:
+def _consecutive(joint: JointGraph, result: Result, role: Role) -> dict[fx.Node, fx.Node]:
+    """Map each collective to the one before it, where both have the role for one parameter."""
+    previous_of = {}
+    for node in joint.graph.nodes:
+        kind = plain_kind(node)
+        if kind is None or kind.result is not result or role_of(node) is not role:
+            continue
+        previous = _previous(node)
+        if (
+            previous is not None
+            and role_of(previous) is role
+            and parameter_of(previous) == parameter_of(node)
+            and phase_of(previous) is phase_of(node)
+        ):
+            previous_of[node] = previous
+    return previous_of
+
+
+def _previous(node: fx.Node) -> fx.Node | None:
     """Return the collective of the same kind and reduction that a collective reads unchanged.
 
-    Between them are views and the wait. None where another node reads one of these or the first
-    collective, or where a view changes what it shows.
+    Views and the wait are between them. None if another node reads one of these or the first
+    collective, or if a view changes shape, strides or offset.
     """
-    sent = read = argument(node, "input")
-    while isinstance(read, fx.Node) and not is_wait(read):
-        if aliased_input(read) is None or written_arguments(read) or len(read.users) != 1:
+    sent = source = argument(node, "input")
+    while isinstance(source, fx.Node) and not is_wait(source):
+        if aliased_input(source) is None or written_arguments(source) or len(source.users) != 1:
             return None
-        read = aliased_input(read)
-    if not isinstance(read, fx.Node) or len(read.users) != 1:
+        source = aliased_input(source)
+    if not isinstance(source, fx.Node) or len(source.users) != 1:
         return None
-    (first,) = read.all_input_nodes
+    (previous,) = source.all_input_nodes
     if (
-        first.target is not node.target
-        or len(first.users) != 1
-        or argument(first, "reduce_op") != argument(node, "reduce_op")
-        or not shows_the_same(sent, read)
+        previous.target is not node.target
+        or len(previous.users) != 1
+        or argument(previous, "reduce_op") != argument(node, "reduce_op")
+        or not shows_the_same(sent, source)
     ):
         return None
-    return first
+    return previous
 
 
 def _evenly_sharded(joint: JointGraph) -> set[str]:
-    """Return the parameters of which every rank stores equally much.
+    """Return the parameters of which all ranks store the same number of elements.
 
-    Then no rank pads what it sends or cuts what it receives, and all have the same chains. Nothing
-    is known of a parameter that is not a DTensor.
+    Then no rank pads what it sends or cuts what it receives, and all ranks have the same chains.
+    Only DTensors show this.
     """
     even = set()
     for spec, tensor in dtensors_of(joint):
@@ -199,7 +217,7 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
             if isinstance(placement, (Shard, StridedShard)):
                 parts[placement.dim] *= size
-        even_here = all(n % count == 0 for n, count in zip(tensor.shape, parts, strict=True))
-        if spec.kind is InputKind.PARAMETER and even_here:
+        is_even = all(n % count == 0 for n, count in zip(tensor.shape, parts, strict=True))
+        if spec.kind is InputKind.PARAMETER and is_even:
             even.add(spec.name)
     return even

@@ -29,18 +29,19 @@ _VIEWS = {
 def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Let readers of a view that changes nothing read its input.
 
-    Removes detach and alias, views that show exactly their input, and views of a view that show
-    exactly that view's input, as a transpose of a transpose does. A view whose input has other
-    strides since an earlier pass, and cannot be viewed any more, becomes a reshape.
+    Removes detach and alias, views with the same layout as their input, and views of a view with
+    the same layout as that view's input, such as a transpose of a transpose. If an earlier pass has
+    changed the strides of a view's input so that it cannot be viewed any more, the view becomes a
+    reshape.
 
-    Relies on fake values in `meta`. Guarantees that storages stay shared as they were: a
-    removed view had its input's storage. Linear in nodes.
+    Relies on fake values in `meta`. Guarantees that the same tensors share storages: a removed view
+    had its input's storage. Linear in nodes.
     """
     graph = joint.graph
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        # the node of which this view has the same elements: its input, or that of a view before
+        # a node with the same elements in the same layout: the input, or that of a view before
         same: fx.Node | None = None
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and node.target in _ALIASES:
@@ -75,13 +76,14 @@ def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext)
 def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
     """Return whether two tensors on one storage have the same elements in the same places.
 
-    Shape, strides and offset decide, whatever views lie between the two: swapping two dimensions
-    of equal size, for one, exchanges their strides.
+    Shape, strides and offset decide, for any views between the two: swapping two dimensions of
+    equal size, for example, exchanges their strides.
     """
-    x, y = value_of(view), value_of(source)
+    tensor = value_of(view)
+    base = value_of(source)
     return (
-        isinstance(x, torch.Tensor)
-        and isinstance(y, torch.Tensor)
-        and exact_layout(x) == exact_layout(y)
-        and x.dtype == y.dtype
+        isinstance(tensor, torch.Tensor)
+        and isinstance(base, torch.Tensor)
+        and exact_layout(tensor) == exact_layout(base)
+        and tensor.dtype == base.dtype
     )

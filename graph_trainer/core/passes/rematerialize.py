@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import torch
 from torch import fx
@@ -38,12 +37,12 @@ from graph_trainer.errors import PassError
 def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Let backward read a copy of every node that is tagged MUST_RECOMPUTE.
 
-    A copy is inserted before its first backward reader and serves all later ones; inputs that are
-    tagged too are copied with it. A getitem without a tag follows the op that made the tuple.
-    Random ops and ops with an effect are never copied: they count as saved. The subgraphs of a
-    higher-order op are copied with it. Copies have no tag, so that a second run changes nothing.
+    A copy is inserted before its first backward reader, and all later ones read it too; inputs that
+    are tagged are copied with it. A getitem without a tag counts as its tuple. Random ops and ops
+    with an effect are never copied: they count as saved. The subgraphs of a higher-order op are
+    copied with it. Copies have no tag, so that a second run changes nothing.
 
-    Relies on phases and on tags, those of users included. Guarantees equal values. Linear in nodes.
+    Relies on phases and on tags, also those of users. Guarantees equal values. Linear in nodes.
 
     Raises:
         PassError: a tagged node writes in place, or its inputs or result are written in place
@@ -65,8 +64,10 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
         if module is None:
             return copies.get(source, source)
         stem = f"{str(source.target).replace('.', '_')}_recomputed"
-        names = (f"{stem}_{number}" for number in itertools.count())
-        name = next(name for name in names if not hasattr(joint.graph_module, name))
+        number = 0
+        while hasattr(joint.graph_module, f"{stem}_{number}"):
+            number += 1
+        name = f"{stem}_{number}"
         joint.graph_module.add_submodule(name, _copy_module(module))
         attribute = graph.get_attr(name)
         attribute.meta.update(source.meta)
@@ -83,7 +84,7 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
         if any(source in copies for source in reader.all_input_nodes):
             reader.args = fx.map_arg(reader.args, lambda n: copies.get(n, n))
             reader.kwargs = fx.map_arg(reader.kwargs, lambda n: copies.get(n, n))
-    # the originals that only backward read: those with an effect were refused above
+    # Remove originals that only backward read. None has an effect: such nodes are not copied.
     for node in reversed(list(graph.nodes)):
         if node in copies and not node.users:
             subgraphs = [n for n in node.all_input_nodes if subgraph_of(n) is not None]
@@ -103,39 +104,42 @@ def to_be_recomputed(node: fx.Node) -> bool:
     if is_getitem(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        # a getitem that is kept would keep the whole tuple alive
-        untagged_or_agreed = policy in (None, CheckpointPolicy.MUST_RECOMPUTE)
-        return untagged_or_agreed and to_be_recomputed(source)
+        if policy not in (None, CheckpointPolicy.MUST_RECOMPUTE):
+            return False
+        return to_be_recomputed(source)  # a kept getitem would keep the complete tuple alive
     return policy is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy a subgraph, so that a pass on one of the two never changes the other. Its tensors stay
-    shared; graphs within it are copied too."""
-    made = fx.GraphModule(module, copy.deepcopy(module.graph))
-    for name, inner in list(made.named_children()):
+    """Copy a subgraph, so that a pass on one of the two never changes the other.
+
+    Tensors are shared; graphs within it are copied too.
+    """
+    module_copy = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for name, inner in list(module_copy.named_children()):
         if isinstance(inner, fx.GraphModule):
-            setattr(made, name, _copy_module(inner))
-    return made
+            setattr(module_copy, name, _copy_module(inner))
+    return module_copy
 
 
 def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: Writes) -> None:
     """Refuse a node that would give `reader` another result if it ran again."""
-    what = f"node '{node.name}' ({node.target}) is tagged MUST_RECOMPUTE but"
+    subject = f"node '{node.name}' ({node.target}) is tagged MUST_RECOMPUTE but"
     if written_arguments(node):
         raise PassError(
-            f"{what} writes in place; running it twice would write twice: tag it MUST_SAVE"
+            f"{subject} writes in place; running it twice would write twice: tag it MUST_SAVE"
         )
     shared = aliased_input(node)
-    if shared is None and (writer := writes.between(node, reader, node)) is not None:
-        raise PassError(f"{what} '{writer.name}' writes in place what it made: tag it MUST_SAVE")
+    writer = None if shared is not None else writes.between(node, reader, node)
+    if writer is not None:
+        raise PassError(f"{subject} '{writer.name}' writes its result in place: tag it MUST_SAVE")
     for source in node.all_input_nodes:
-        # a view shows later writes whenever it is made
+        # a view has the contents of later writes too, whenever it is made
         if source is shared:
             continue
         writer = writes.between(node, reader, source)
         if writer is not None:
             raise PassError(
-                f"{what} reads '{source.name}', which '{writer.name}' writes in place after it: "
+                f"{subject} reads '{source.name}', which '{writer.name}' writes in place after it: "
                 "tag it MUST_SAVE"
             )

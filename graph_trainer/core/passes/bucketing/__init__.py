@@ -1,4 +1,4 @@
-"""Bucketing: which collectives are merged into one, and the rewrite that merges them.
+"""Bucketing: decide which collectives are merged into one, and merge them.
 
 Decisions are tags and plans; only `rewrite` changes the graph.
 """

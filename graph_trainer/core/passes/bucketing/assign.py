@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -30,7 +31,7 @@ from graph_trainer.errors import PassError
 
 
 class Route(NamedTuple):
-    """What collectives of one bucket have in common."""
+    """The properties that all collectives of one bucket share."""
 
     tag: str
     op: str
@@ -52,46 +53,61 @@ class Member:
     parameter: str
     position: int
     span: int
-    """How many nodes before it exist on all ranks."""
+    """The number of nodes before it that exist on all ranks."""
     bytes: int
     """The larger of input and output."""
     route: Route
 
 
 def members_of(joint: JointGraph) -> list[Member]:
-    """Find every tagged collective, in graph order; a PassError where one names no process group.
-    Linear in nodes."""
+    """Find every tagged collective, in graph order. Linear in nodes.
+
+    Raises:
+        PassError: a tagged collective names no process group.
+    """
     members: list[Member] = []
-    hops: dict[tuple[str, Route], int] = {}
-    shared = 0
+    num_earlier: dict[tuple[str, Route], int] = defaultdict(int)
+    span = 0
     for position, node in enumerate(joint.graph.nodes):
         # nodes that pad shards and cut gradients exist on some ranks only
-        shared += role_of(node) is None
+        if role_of(node) is None:
+            span += 1
         tag = bucket_tag(node)
         if tag is None:
             continue
-        group, reduction = argument(node, "group_name"), argument(node, "reduce_op")
+        group = argument(node, "group_name")
+        reduction = argument(node, "reduce_op")
         if not group:
             raise PassError(
                 f"node '{node.name}' ({node.target}) is tagged for a bucket and names no process "
-                "group, so it is unknown what it may be merged with: use the functional "
-                "collectives, or remove its tag"
+                "group, so that it cannot be merged: use the functional collectives, or remove its "
+                "tag"
             )
         sent = collective_inputs(node)
         one_dtype = reduction is not None or sent[0].dtype.is_complex
         (parameter,) = parameters_of(node)
-        first = Route(
-            tag,
-            str(node.target),
-            str(group),
-            "" if reduction is None else str(reduction),
-            str(sent[0].dtype) if one_dtype else "",
-            0,
+        route = Route(
+            tag=tag,
+            op=str(node.target),
+            group=str(group),
+            reduction="" if reduction is None else str(reduction),
+            dtype=str(sent[0].dtype) if one_dtype else "",
+            hops=0,
         )
-        taken = hops[(parameter, first)] = hops.get((parameter, first), -1) + 1
-        size = max(sum(map(nbytes_of, each)) for each in (sent, tensors_of(node)))
-        route = first._replace(hops=taken)
-        members.append(Member(node, parameter, position, shared, size, route))
+        hops = num_earlier[parameter, route]
+        num_earlier[parameter, route] += 1
+        sent_bytes = sum(map(nbytes_of, sent))
+        received_bytes = sum(map(nbytes_of, tensors_of(node)))
+        members.append(
+            Member(
+                node=node,
+                parameter=parameter,
+                position=position,
+                span=span,
+                bytes=max(sent_bytes, received_bytes),
+                route=route._replace(hops=hops),
+            )
+        )
     return members
 
 
@@ -101,83 +117,89 @@ def by_size(
     """Fill buckets in graph order up to a size. Linear in members.
 
     Args:
-        cap_mib: MiB of a bucket, at most (more only where one member alone is larger), or the same
-            by process group; collectives of a group that is not given are not merged.
-        max_span: nodes from the first member of a bucket to its last, at most; nodes of FSDP do
-            not count, since their number differs between ranks.
+        cap_mib: the most MiB of a bucket (more only if one member alone is larger), or the same by
+            process group; collectives of other groups are not merged.
+        max_span: the most nodes from the first member of a bucket to its last, without nodes of
+            FSDP, whose number differs between ranks.
     """
     closed: list[list[Member]] = []
-    open_: dict[Route, tuple[list[Member], int]] = {}
+    open_buckets: dict[Route, list[Member]] = defaultdict(list)
+    bytes_of_bucket: dict[Route, int] = defaultdict(int)
     for member in members:
-        cap = cap_mib.get(member.route.group, 0) if isinstance(cap_mib, Mapping) else cap_mib
-        bucket, filled = open_.get(member.route, ([], 0))
-        full = filled + member.bytes > cap * MIB
-        if bucket and (full or member.span - bucket[0].span > max_span):
+        route = member.route
+        cap = cap_mib.get(route.group, 0) if isinstance(cap_mib, Mapping) else cap_mib
+        bucket = open_buckets[route]
+        is_full = bytes_of_bucket[route] + member.bytes > cap * MIB
+        if bucket and (is_full or member.span - bucket[0].span > max_span):
             closed.append(bucket)
-            bucket, filled = [], 0
+            bucket = open_buckets[route] = []
+            bytes_of_bucket[route] = 0
         bucket.append(member)
-        open_[member.route] = (bucket, filled + member.bytes)
-    return closed + [bucket for bucket, _ in open_.values()]
+        bytes_of_bucket[route] += member.bytes
+    return [*closed, *open_buckets.values()]
 
 
 def by_transformer_block(joint: JointGraph, members: Iterable[Member]) -> list[list[Member]]:
-    """Make one bucket a repeated block and route, another for its experts; one a module for the
-    rest, but one for all that forward reads after the last block (final norm and output head).
-    n log n."""
+    """Make one bucket for each route and repeated block, and another for the block's experts.
+
+    Of the other parameters, those that forward reads after the last block (final norm and output
+    head) share a bucket, and the rest have one for each module. n log n.
+    """
+    parameter_in = computed_from_one_parameter(joint, is_form_in_forward)
     # the position of the first node of forward that computes with each parameter
-    shows = computed_from_one_parameter(joint, is_form_in_forward)
-    read: dict[str, int] = {}
+    first_read: dict[str, int] = {}
     experts: set[str] = set()
     for position, node in enumerate(joint.graph.nodes):
-        if node.op != "call_function" or node in shows or is_backward(node):
+        if node.op != "call_function" or node in parameter_in or is_backward(node):
             continue
         for source in node.all_input_nodes:
-            if source in shows:
-                read.setdefault(shows[source], position)
-                # one product of each expert with its tokens, whatever a model names them
+            if source in parameter_in:
+                first_read.setdefault(parameter_in[source], position)
+                # each expert multiplies its tokens: the op shows experts under any name
                 if "grouped_mm" in str(node.target):
-                    experts.add(shows[source])
+                    experts.add(parameter_in[source])
     names = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
-    end = max((read.get(n, -1) for n in names if block_of(n) is not None), default=-1)
-    places = {}
+    in_blocks = [first_read.get(name, -1) for name in names if block_of(name) is not None]
+    blocks_end = max(in_blocks, default=-1)
+    part_of = {}
     for name in names:
         block = block_of(name)
         if block is not None:
-            places[name] = f"{block}.experts" if name in experts else block
-        elif 0 <= end < read.get(name, -1):
-            places[name] = "head"
+            part_of[name] = f"{block}.experts" if name in experts else block
+        elif 0 <= blocks_end < first_read.get(name, -1):
+            part_of[name] = "head"
         else:
-            places[name] = name.rpartition(".")[0]
-    buckets: dict[tuple[Route, str], list[Member]] = {}
+            part_of[name] = name.rpartition(".")[0]
+    buckets: dict[tuple[Route, str], list[Member]] = defaultdict(list)
     for member in members:
-        buckets.setdefault((member.route, places[member.parameter]), []).append(member)
+        buckets[member.route, part_of[member.parameter]].append(member)
     return list(buckets.values())
 
 
 def without_cycles(buckets: Sequence[list[Member]]) -> list[list[Member]]:
     """Drop the buckets of one member, and those that would wait for themselves.
 
-    Only collectives of one parameter depend on each other. Where those of several buckets depend on
-    each other in a cycle (one gradient is reduced over this group and then over that one, another
-    the other way round), all buckets of the cycle are dropped, and those that come after it.
-    n log n in members.
+    Only collectives of one parameter depend on each other. If the collectives of several buckets
+    depend on each other in a cycle (one gradient is reduced over a first group and then over a
+    second, another over the second first), drops all buckets of the cycle, and those that depend on
+    it. n log n in members.
     """
-    ordered = sorted(
-        ((member, index) for index, bucket in enumerate(buckets) for member in bucket),
-        key=lambda entry: entry[0].position,
-    )
+    members: list[tuple[int, int, Member]] = []
+    for index, bucket in enumerate(buckets):
+        members += [(member.position, index, member) for member in bucket]
+    members.sort(key=lambda entry: entry[0])
     sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(buckets)), ()))
-    latest: dict[tuple[str, bool], int] = {}
-    for member, index in ordered:
+    latest: dict[tuple[str, bool], int] = {}  # the last bucket for a parameter or its gradient
+    for _, index, member in members:
         chain = (member.parameter, bool(member.route.reduction))
         if chain in latest:
             sorter.add(index, latest[chain])
         latest[chain] = index
-    with contextlib.suppress(CycleError):  # what does not depend on a cycle still becomes ready
+    with contextlib.suppress(CycleError):  # buckets that depend on no cycle still become ready
         sorter.prepare()
-    free: list[int] = []
+    without_cycle: list[int] = []
     while sorter.is_active():
         ready = sorter.get_ready()
-        free += ready
+        without_cycle += ready
         sorter.done(*ready)
-    return [buckets[index] for index in sorted(free) if len(buckets[index]) > 1]
+    return [buckets[index] for index in sorted(without_cycle) if len(buckets[index]) > 1]

@@ -30,7 +30,10 @@ from graph_trainer.core.passes.bucketing.assign import Member
 from graph_trainer.core.torch_private import c10d_functional
 
 _Key = tuple[int, ...]
-"""Sort key of a node; a node never comes before its inputs, whatever the keys are."""
+"""The sort key of a node. A node comes after its inputs even if its key is smaller.
+
+(i, 0) for the node at position i of the old graph; (i, 1, ...) for the new nodes of a bucket whose
+place is i, and (i, -1, ...) for the inputs of a gather at i."""
 
 
 def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
@@ -41,43 +44,48 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
     """
     if not buckets:
         return
-    registered = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
-    rank = {name: place for place, name in enumerate(registered)}
+    names = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
+    parameter_order = {name: index for index, name in enumerate(names)}
     keys: dict[fx.Node, _Key] = {node: (i, 0) for i, node in enumerate(joint.graph.nodes)}
     gathers: list[tuple[int, list[fx.Node]]] = []
-    known: dict[object, Any] = {}
+    known_values: dict[object, Any] = {}
     for bucket in buckets:
         reduces = bool(bucket[0].route.reduction)
-        anchor = (max if reduces else min)(m.position for m in bucket)
-        ordered = sorted(bucket, key=lambda m: (rank[m.parameter], m.position))
-        made = _Bucket(joint.graph, ordered, known).merged()
-        keys |= {node: (anchor, 1, i) for i, node in enumerate(made)}
+        positions = [member.position for member in bucket]
+        anchor = max(positions) if reduces else min(positions)
+        members = sorted(bucket, key=lambda m: (parameter_order[m.parameter], m.position))
+        nodes = _Bucket(joint.graph, members, known_values).merged()
+        keys |= {node: (anchor, 1, i) for i, node in enumerate(nodes)}
         if not reduces:
-            gathers.append((anchor, made))
+            gathers.append((anchor, nodes))
     erase_unused(joint.graph)  # the members, and casts and copies that no bucket needs
-    for anchor, made in sorted(gathers, key=lambda entry: entry[0]):
+    for anchor, nodes in sorted(gathers, key=lambda entry: entry[0]):
         # the inputs of a gather are sorted before it, unless they come earlier already
-        stack = [n for node in made for n in node.all_input_nodes]
-        inside = set(made)
+        stack = [source for node in nodes for source in node.all_input_nodes]
+        inside = set(nodes)
         while stack:
             node = stack.pop()
             if node in inside or node.op != "call_function" or keys[node] < (anchor, 0):
                 continue
             keys[node] = (anchor, -1, *keys[node])
             stack += node.all_input_nodes
-    # the order of their keys, each after its inputs
-    missing = {node: len(node.all_input_nodes) for node in joint.graph.nodes}
-    ready = [(keys[node], node) for node, count in missing.items() if not count]
+    _sort(joint.graph, keys)
+
+
+def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
+    """Sort the nodes by their keys, each after its inputs. n log n."""
+    num_missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(keys[node], node) for node, count in num_missing.items() if not count]
     heapq.heapify(ready)
     order: list[fx.Node] = []
     while ready:
         _, node = heapq.heappop(ready)
         order.append(node)
         for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
+            num_missing[user] -= 1
+            if not num_missing[user]:
                 heapq.heappush(ready, (keys[user], user))
-    assert len(order) == len(missing), "buckets in a cycle, which without_cycles drops"
+    assert len(order) == len(num_missing), "buckets in a cycle, which without_cycles drops"
     *body, output = order
     for node in body:
         output.prepend(node)
@@ -89,19 +97,24 @@ def _layout(node: fx.Node) -> Any:
 
 
 class _Bucket:
-    """One bucket, its members in the order of its payload; `known` has fake results of ops."""
+    """One bucket, with its members in the order in which they are packed.
+
+    Args:
+        known_values: fake results of ops that other buckets have, too.
+    """
 
     def __init__(
-        self, graph: fx.Graph, members: Sequence[Member], known: dict[object, Any]
+        self, graph: fx.Graph, members: Sequence[Member], known_values: dict[object, Any]
     ) -> None:
         self.graph = graph
         self.members = members
         self.first = members[0].node
-        self.known = known
+        self.known_values = known_values
         self._ranks: Any = argument(self.first, "group_size")
-        self.made: list[fx.Node] = []
+        self.nodes: list[fx.Node] = []
+        """The nodes that were made."""
         modules = [(module_of(m.node) or m.parameter).split(".") for m in members]
-        self._as_bucket = annotation(
+        self._annotation = annotation(
             phase=phase_of(self.first),
             module=".".join(os.path.commonprefix(modules)),
             role=role_of(self.first),
@@ -121,112 +134,119 @@ class _Bucket:
         for member, result in zip(self.members, results, strict=True):
             (wait,) = member.node.users
             wait.replace_all_uses_with(result)
-        return self.made
+        return self.nodes
 
     def _gathered(self) -> list[fx.Node]:
-        """Make [ranks * rows, ...] of [rows, ...] for each member.
+        """Gather [rows, ...] of each member into [ranks * rows, ...].
 
-        The bucket is flat, [n]; gathered [ranks, n]; n in bytes if dtypes differ."""
-        ranks = self._ranks
+        The bucket is flat, [n], and gathered [ranks, n]; n counts bytes if dtypes differ."""
         dtypes = [tensor_of(m.node).dtype for m in self.members]
         mixed = len(set(dtypes)) > 1
-        flat = [self._flat(m, _input(m.node)) for m in self.members]
-        if mixed:
-            flat = [self._of(m, aten.view.dtype, f, torch.uint8) for m, f in self._with(flat)]
-        sizes = [tensor_of(f).numel() for f in flat]
-        bucket = self._make(aten.cat.default, flat)
-        whole = self._communicated(bucket)
-        rows = self._make(aten.view.default, whole, [ranks, sum(sizes)])
+        flat = []
+        for member in self.members:
+            source = self._flat(member, _input(member.node))
+            if mixed:
+                source = self._add_for(member, aten.view.dtype, source, torch.uint8)
+            flat.append(source)
+        sizes = [tensor_of(source).numel() for source in flat]
+        bucket = self._add(aten.cat.default, flat)
+        gathered = self._communicated(bucket)
+        rows = self._add(aten.view.default, gathered, [self._ranks, sum(sizes)])
         parts = self._split(rows, sizes, 1)
         results = []
-        for place, (m, part) in enumerate(self._with(parts)):
-            part = self._of(m, aten.clone.default, part, memory_format=torch.contiguous_format)
-            if mixed and sizes[place]:
-                part = self._of(m, aten.view.dtype, part, dtypes[place])
+        for m, part, size, dtype in zip(self.members, parts, sizes, dtypes, strict=True):
+            part = self._add_for(m, aten.clone.default, part, memory_format=torch.contiguous_format)
+            if mixed and size:
+                part = self._add_for(m, aten.view.dtype, part, dtype)
             elif mixed:  # an empty tensor cannot be viewed in another dtype
-                part = self._of(m, aten._to_copy.default, part, dtype=dtypes[place])
-            results.append(self._of(m, aten.view.default, part, list(tensor_of(m.node).shape)))
+                part = self._add_for(m, aten._to_copy.default, part, dtype=dtype)
+            shape = list(tensor_of(m.node).shape)
+            results.append(self._add_for(m, aten.view.default, part, shape))
         return results
 
     def _scattered(self) -> list[fx.Node]:
-        """Make [rows, ...] of the sum of [ranks * rows, ...] for each member.
+        """Reduce [ranks * rows, ...] of each member to [rows, ...].
 
         The bucket is [ranks, elements of all members' rows], reduced to one of its rows."""
-        ranks = self._ranks
         sources, cast = self._before_casts()
         parts = []
-        for m, source in self._with(sources):
-            size = tensor_of(source).numel() // ranks
-            flat = self._contiguous(m, source)
-            parts.append(self._of(m, aten.view.default, flat, [ranks, size]))
+        for member, source in zip(self.members, sources, strict=True):
+            size = tensor_of(source).numel() // self._ranks
+            flat = self._contiguous(member, source)
+            parts.append(self._add_for(member, aten.view.default, flat, [self._ranks, size]))
         sizes = [tensor_of(part).shape[1] for part in parts]
-        bucket = self._make(aten.cat.default, parts, 1)
-        bucket = self._make(aten.view.default, bucket, [ranks * sum(sizes)])
+        bucket = self._add(aten.cat.default, parts, 1)
+        bucket = self._add(aten.view.default, bucket, [self._ranks * sum(sizes)])
         return self._reduced(bucket, cast, sizes)
 
     def _elementwise(self) -> list[fx.Node]:
-        """Make the sum for each member, in the shape of the member."""
+        """Reduce each member to a result of its shape."""
         sources, cast = self._before_casts()
-        flat = [self._flat(m, source) for m, source in self._with(sources)]
-        sizes = [tensor_of(f).numel() for f in flat]
-        return self._reduced(self._make(aten.cat.default, flat), cast, sizes)
+        flat = [self._flat(m, source) for m, source in zip(self.members, sources, strict=True)]
+        sizes = [tensor_of(source).numel() for source in flat]
+        return self._reduced(self._add(aten.cat.default, flat), cast, sizes)
 
     def _communicated(self, bucket: fx.Node) -> fx.Node:
         """Return the complete result of the members' collective on the bucket.
 
-        All members have its op and its arguments but for the input: they share a `Route`."""
+        All members have the same op and arguments, except for the input: they share a `Route`."""
         schema = schema_of(self.first)
         assert schema is not None
         others = [argument(self.first, entry.name) for entry in schema.arguments[1:]]
-        result = self._make(self.first.target, bucket, *others)
-        return self._make(c10d_functional.wait_tensor.default, result)
+        result = self._add(self.first.target, bucket, *others)
+        return self._add(c10d_functional.wait_tensor.default, result)
 
     def _reduced(
         self, bucket: fx.Node, cast: torch.dtype | None, sizes: list[int]
     ) -> list[fx.Node]:
         """Cast a flat bucket and reduce it; return views of the result in the members' shapes."""
         if cast is not None:
-            bucket = self._make(aten._to_copy.default, bucket, dtype=cast)
+            bucket = self._add(aten._to_copy.default, bucket, dtype=cast)
         parts = self._split(self._communicated(bucket), sizes, 0)
-        return [
-            self._of(m, aten.view.default, part, list(tensor_of(m.node).shape))
-            for m, part in self._with(parts)
-        ]
+        results = []
+        for member, part in zip(self.members, parts, strict=True):
+            shape = list(tensor_of(member.node).shape)
+            results.append(self._add_for(member, aten.view.default, part, shape))
+        return results
 
     def _split(self, bucket: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
-        parts = self._make(aten.split_with_sizes.default, bucket, sizes, dim)
-        return [self._of(m, operator.getitem, parts, place) for place, m in enumerate(self.members)]
+        """Split a bucket into the parts of the members."""
+        split = self._add(aten.split_with_sizes.default, bucket, sizes, dim)
+        parts = []
+        for index, member in enumerate(self.members):
+            parts.append(self._add_for(member, operator.getitem, split, index))
+        return parts
 
     def _before_casts(self) -> tuple[list[fx.Node], torch.dtype | None]:
-        """Return what the members send, before its cast to a wider dtype where it has one; and the
-        dtype to cast the bucket to, None where packing gives that dtype.
+        """Return the tensors to pack for the members, and the dtype to cast the bucket to.
 
-        A bucket is packed from the narrower dtypes: fewer bytes are alive until the last member is
-        computed. Where members differ, as where tensor parallelism has summed some gradients in
-        the wider dtype before, `cat` widens the others. The bits are the same."""
-        sent = [_input(m.node) for m in self.members]
+        If a member is cast to a wider dtype before it is sent, its tensor before the cast is
+        packed: fewer bytes are alive until the last member is computed. If dtypes then differ, for
+        example because tensor parallelism has summed some gradients in the wider dtype before,
+        `cat` widens the others. The bits are the same. The dtype is None if no cast is needed."""
+        sent = [_input(member.node) for member in self.members]
         sources = [_before_cast(node) for node in sent]
-        wanted = tensor_of(sent[0]).dtype
+        sent_dtype = tensor_of(sent[0]).dtype
         dtypes = {tensor_of(source).dtype for source in sources}
-        packed = functools.reduce(torch.promote_types, dtypes)
-        if len(dtypes) > 1 and packed != wanted:
+        packed_dtype = functools.reduce(torch.promote_types, dtypes)
+        if packed_dtype == sent_dtype:
+            return sources, None
+        if len(dtypes) > 1:
             return sent, None
-        return sources, None if packed == wanted else wanted
+        return sources, sent_dtype
 
     def _flat(self, member: Member, node: fx.Node) -> fx.Node:
         node = self._contiguous(member, node)
-        return self._of(member, aten.view.default, node, [tensor_of(node).numel()])
+        return self._add_for(member, aten.view.default, node, [tensor_of(node).numel()])
 
     def _contiguous(self, member: Member, node: fx.Node) -> fx.Node:
         if tensor_of(node).is_contiguous():
             return node
-        return self._of(member, aten.clone.default, node, memory_format=torch.contiguous_format)
+        contiguous = torch.contiguous_format
+        return self._add_for(member, aten.clone.default, node, memory_format=contiguous)
 
-    def _with(self, nodes: Sequence[fx.Node]) -> list[tuple[Member, fx.Node]]:
-        return list(zip(self.members, nodes, strict=True))
-
-    def _of(self, member: Member, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a node for one member."""
+    def _add_for(self, member: Member, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node for one member."""
         node = member.node
         entry = annotation(
             phase=phase_of(node),
@@ -234,26 +254,26 @@ class _Bucket:
             role=role_of(node),
             parameter=member.parameter,
         )
-        return self._node(entry, op, args, kwargs)
+        return self._add_node(entry, op, args, kwargs)
 
-    def _make(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a node for all members."""
-        return self._node(self._as_bucket, op, args, kwargs)
+    def _add(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node for all members."""
+        return self._add_node(self._annotation, op, args, kwargs)
 
-    def _node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
+    def _add_node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.first):
             node = self.graph.call_function(op, args, kwargs)
-        # Layers are alike, and computing fake results is most of the time of a merge: each is
-        # computed once, but for elements of a list of tensors.
+        # Most of the time of a merge goes into fake results, which equal layers share: each is
+        # computed once, except for the elements of a list of tensors.
         if op is operator.getitem:
             node.meta["val"] = inferred_value(node)
         else:
             key = (op, repr(fx.map_arg((node.args, node.kwargs), _layout)))
-            if key not in self.known:
-                self.known[key] = inferred_value(node)
-            node.meta["val"] = self.known[key]
+            if key not in self.known_values:
+                self.known_values[key] = inferred_value(node)
+            node.meta["val"] = self.known_values[key]
         annotate_node(node, entry)
-        self.made.append(node)
+        self.nodes.append(node)
         return node
 
 
@@ -261,7 +281,8 @@ _PREPARES = (aten._to_copy.default, aten.clone.default)
 
 
 def prepared_from(collective: fx.Node) -> list[fx.Node]:
-    """Return what a collective sends, and what that casts or copies: a bucket may read either."""
+    """Return the node that a collective sends, and the nodes that it casts or copies: a bucket may
+    read any of them."""
     nodes = [_input(collective)]
     while nodes[-1].target in _PREPARES:
         nodes += nodes[-1].all_input_nodes
@@ -269,8 +290,8 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 
 def _before_cast(sent: fx.Node) -> fx.Node:
-    """Return what a collective's input is cast from, if the cast is to a wider dtype, perhaps with
-    a copy of it, and has no other reader; else the input."""
+    """Return the node before the cast of a collective's input, if that is a cast to a wider dtype
+    (or a copy of one) without another reader; else the input."""
     cast = sent.all_input_nodes[0] if sent.target is aten.clone.default else sent
     is_cast = cast.target is aten._to_copy.default and cast.kwargs.keys() == {"dtype"}
     if not is_cast or len(sent.users) != 1 or len(cast.users) != 1:

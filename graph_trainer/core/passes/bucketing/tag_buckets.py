@@ -28,7 +28,7 @@ from graph_trainer.core.passes.context import PassContext
 
 
 class BucketTag(StrEnum):
-    """The tags: only collectives of the same tag may be merged."""
+    """The tags. Only collectives of the same tag may be merged."""
 
     UNSHARD_FORWARD = "unshard_forward"
     UNSHARD_BACKWARD = "unshard_backward"
@@ -43,10 +43,10 @@ class BucketTag(StrEnum):
 def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write a bucket tag on every collective that `bucket_collectives` may merge.
 
-    A gather is tagged when it depends on one parameter and nothing else; a reduction when it leads
-    to the gradient of one parameter and nothing else. So nothing of another parameter depends on
-    it, and no bucket waits for a part of itself. Not tagged: a collective whose tensors are
-    written in place, one that is waited for more than once, one that two parameters share already.
+    A gather is tagged if it depends on one parameter and nothing else, a reduction if it leads to
+    the gradient of one parameter and nothing else. So collectives of other parameters do not depend
+    on it, and no bucket waits for a part of itself. Not tagged are collectives whose tensors are
+    written in place, collectives with several waits, and those that two parameters share already.
 
     Relies on FSDP roles and phases. Changes metadata only. Linear in nodes.
     """
@@ -71,8 +71,8 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
 
 def _is_plain(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a collective has one wait, contiguous results, as a bucket makes, and no
-    writes in place, those to what it sends included."""
+    """Return whether a collective has one wait, contiguous results, as those of a bucket, and no
+    writes in place into its result or its inputs."""
     users = list(node.users)
     return (
         len(users) == 1
@@ -83,7 +83,9 @@ def _is_plain(node: fx.Node, writes: Writes) -> bool:
 
 
 def _moves(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a node may move and read another storage: it has no effect, its tensors are
-    never written, and it uses no storage offset."""
+    """Return whether a node may move and read another storage.
+
+    It then has no effect, its tensors are never written, and it uses no storage offset.
+    """
     uses_offset = "as_strided" in str(node.target)
     return not (has_effect(node) or uses_offset or writes.touched_by(node))
