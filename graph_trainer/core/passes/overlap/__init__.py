@@ -1,4 +1,4 @@
-"""Overlap: the order of the nodes, so that collectives run beside compute.
+"""Overlap: order the nodes so that collectives run at the same time as compute.
 
-Nodes are moved here, never added or removed.
+Nodes are moved, never added or removed.
 """

@@ -20,7 +20,7 @@ class OverlapFsdpOptions:
     """How many collectives are in flight."""
 
     in_flight: int = 4
-    """How many gathers, and how many reductions, are in flight at a time, at most."""
+    """The most gathers, and the most reductions, that are in flight at a time."""
 
     def __post_init__(self) -> None:
         if self.in_flight < 1:
@@ -39,92 +39,115 @@ class OverlapFsdpOptions:
 def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassContext) -> None:
     """Move the start of gathers up and the wait for reductions down.
 
-    A gather starts as soon as fewer than `in_flight` gathers are in flight, and is waited for where
-    it was; none moves from backward into forward. The nodes after a reduction (its wait, the
+    A gather starts as soon as fewer than `in_flight` gathers are in flight, and its wait does not
+    move; no gather moves from backward into forward. The nodes after a reduction (its wait, the
     division, a second reduction) run when the `in_flight`-th reduction after it starts, or at the
-    end of the graph. Nodes that are earlier, or later, than that already do not move.
+    end of the graph. Gathers that already start earlier do not move, nor do nodes that already run
+    later.
 
     Changes the order of nodes only, in the same way on every rank: gathers keep their order, and
     reductions keep theirs. Nodes whose tensors are written in place do not move. Relies on FSDP
     roles. Costs memory: up to `in_flight` parameters are gathered, and as many gradients not yet
-    reduced, at a time. Linear in nodes, but for a sort of the collectives.
+    reduced, at a time. Linear in nodes, except for a sort of the collectives.
     """
     writes = writes_of(joint.graph)
-    at = {node: position for position, node in enumerate(joint.graph.nodes)}
-    for half in (False, True):
-        _start_early(joint, half, options.in_flight, writes, at)
-    _finish_late(joint, options.in_flight, writes, at)
+    position = {node: place for place, node in enumerate(joint.graph.nodes)}
+    launches = _launches(joint, writes)
+    for backward in (False, True):
+        launches_of_half = [c for c in launches if is_backward(c[-1]) is backward]
+        _start_early(launches_of_half, options.in_flight, position)
+    _finish_late(joint, options.in_flight, writes, position)
+
+
+def _launches(joint: JointGraph, writes: Writes) -> list[list[fx.Node]]:
+    """Return, for each unshard that may move, the nodes up to and with its first collective."""
+    launches: list[list[fx.Node]] = []
+    launch_of: dict[fx.Node, list[fx.Node]] = {}
+
+    def may_continue(node: fx.Node, source: fx.Node) -> bool:
+        """Return whether the launch of an input goes on with a node."""
+        if source not in launch_of or is_backward(source) is not is_backward(node):
+            return False
+        return not is_collective(launch_of[source][-1])
+
+    for node in joint.graph.nodes:
+        if role_of(node) is not Role.UNSHARD or writes.touched_by(node):
+            continue
+        sources = [n for n in node.all_input_nodes if n.op != "placeholder"]
+        if not all(may_continue(node, source) for source in sources):
+            continue
+        launch: list[fx.Node] = []
+        if sources:
+            launch = launch_of[sources[0]]
+        else:
+            launches.append(launch)
+        for source in sources:  # several in a bucket, which gathers several parameters
+            other = launch_of[source]
+            if other is not launch:
+                launch_of.update(dict.fromkeys(other, launch))
+                launch += other
+                other.clear()
+        launch.append(node)
+        launch_of[node] = launch
+    return [launch for launch in launches if launch and is_collective(launch[-1])]
 
 
 def _start_early(
-    joint: JointGraph, backward: bool, in_flight: int, writes: Writes, at: dict[fx.Node, int]
+    launches: list[list[fx.Node]], in_flight: int, position: dict[fx.Node, int]
 ) -> None:
-    """Move each launch, the nodes to the first collective of an unshard, up to the wait that ends
-    an earlier gather: those of backward, or else of forward. `at` has the old places."""
-    chains: list[list[fx.Node]] = []
-    of: dict[fx.Node, list[fx.Node]] = {}
-    for node in joint.graph.nodes:
-        if role_of(node) is not Role.UNSHARD or is_backward(node) is not backward:
-            continue
-        inside = [n for n in node.all_input_nodes if n.op != "placeholder"]
-        if any(n not in of or is_collective(of[n][-1]) for n in inside) or writes.touched_by(node):
-            continue
-        chain, *others = list({id(of[n]): of[n] for n in inside}.values()) or [[]]
-        if not chain:
-            chains.append(chain)
-        for other in others:  # a bucket: several parameters in one gather
-            of |= dict.fromkeys(other, chain)
-            chain += other
-            other.clear()
-        chain.append(node)
-        of[node] = chain
-    launches = [chain for chain in chains if chain and is_collective(chain[-1])]
-    launches.sort(key=lambda chain: at[chain[-1]])
+    """Move each launch up to the wait that ends an earlier gather. `position` is the old one."""
+    launches = sorted(launches, key=lambda launch: position[launch[-1]])
     # the wait for a gather does not move
-    readers = [min(at[user] for user in chain[-1].users) for chain in launches]
-    nodes = list(at)
+    waits = [min(position[user] for user in launch[-1].users) for launch in launches]
+    nodes = list(position)
     anchor = 0
-    for index, chain in enumerate(launches):
-        # launches must keep their order, though waits may come in another order
-        anchor = max(anchor, readers[max(index - in_flight + 1, 0)])
-        for node in chain:
-            if anchor < at[node]:
+    for index, launch in enumerate(launches):
+        # launches must keep their order, even if waits have another order
+        anchor = max(anchor, waits[max(index - in_flight + 1, 0)])
+        for node in launch:
+            if anchor < position[node]:
                 nodes[anchor].prepend(node)
 
 
-def _finish_late(joint: JointGraph, in_flight: int, writes: Writes, at: dict[fx.Node, int]) -> None:
+def _finish_late(
+    joint: JointGraph, in_flight: int, writes: Writes, position: dict[fx.Node, int]
+) -> None:
     """Split the nodes after each reduction at its further collectives, and move each part down."""
-    first: dict[fx.Node, fx.Node] = {}
-    distance: dict[fx.Node, int] = {}
-    pieces: dict[fx.Node, list[list[fx.Node]]] = {}
-    joined: set[fx.Node] = set()
+    first: dict[fx.Node, fx.Node] = {}  # the first collective of the reduction of a node
+    num_before: dict[fx.Node, int] = {}  # the collectives of the reduction before a node
+    parts_after: dict[fx.Node, list[list[fx.Node]]] = {}  # by first collective
+    joined: set[fx.Node] = set()  # first collectives of reductions whose results meet
     for node in joint.graph.nodes:
         if role_of(node) is not Role.REDUCE_GRAD:
             continue
         inputs = [n for n in node.all_input_nodes if n in first]
         if inputs:
             start = first[node] = first[inputs[0]]
-            distance[node] = max(distance[n] + is_collective(n) for n in inputs)
-            pieces[start] += [[] for _ in range(distance[node] - len(pieces[start]))]
-            pieces[start][distance[node] - 1].append(node)
+            num_before[node] = max(num_before[n] + is_collective(n) for n in inputs)
+            parts = parts_after[start]
+            while len(parts) < num_before[node]:
+                parts.append([])
+            parts[num_before[node] - 1].append(node)
             if any(first[n] is not start for n in inputs):
                 joined.update(first[n] for n in inputs)
         elif is_collective(node):
-            first[node], distance[node], pieces[node] = node, 0, []
-    last = joint.output_node()
-    reductions = []
-    for start, parts in pieces.items():
+            first[node] = node
+            num_before[node] = 0
+            parts_after[node] = []
+    output = joint.output_node()
+    starts = []
+    for start, parts in parts_after.items():
         inside = {node for part in parts for node in part}
-        free = all(user in inside or user is last for node in inside for user in node.users)
-        touched = any(map(writes.touched_by, (start, *inside)))
-        if inside and free and start not in joined and not touched:
-            reductions.append((start, parts))
-    reductions.sort(key=lambda entry: at[entry[0]])
-    starts = [start for start, _ in reductions]
-    for index, (_, parts) in enumerate(reductions):
-        for far, part in enumerate(parts, start=1):
-            target = index + far * in_flight
-            anchor = starts[target] if target < len(starts) else last
+        users = {user for node in inside for user in node.users}
+        read_outside = not users <= inside | {output}
+        is_touched = any(writes.touched_by(node) for node in (start, *inside))
+        if inside and not read_outside and start not in joined and not is_touched:
+            starts.append(start)
+    starts.sort(key=lambda start: position[start])
+    for index, start in enumerate(starts):
+        for number, part in enumerate(parts_after[start], start=1):
+            target = index + number * in_flight
+            anchor = starts[target] if target < len(starts) else output
             for node in part:
-                if at[node] < at[anchor]:
+                if position[node] < position[anchor]:
                     anchor.prepend(node)

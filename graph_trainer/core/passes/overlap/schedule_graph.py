@@ -1,32 +1,33 @@
-"""A graph as it is scheduled: nodes by place, with what a schedule may know of them.
+"""The schedule graph: nodes by place, with the facts that a schedule may use.
 
 Ranks of one group must issue the same collectives in the same order. A schedule that decides by
-simulated time and memory gives them the same order only if both are the same on each rank. What
-differs from rank to rank is left out or replaced:
+simulated time and memory gives them the same order only if both are the same on each rank. Facts
+that differ between ranks are left out or replaced:
 
 - A rank may store fewer rows of a parameter than others, or none. Preparing a shard to be gathered
   costs nothing, and counts as the padded bytes that are sent. Nodes after a reduction cost nothing
   and have as many elements as the ranks receive.
-- The links of a group are those of the group that begins with rank 0: whether a group lies within
-  one machine or a parallel group across two must not change the order.
-- A parameter that is gathered along one axis after another makes every group one of the following
-  kind: `fuse_chained_all_gathers` gathers such parameters at once.
-- Groups over which anything but parameters and gradients is communicated may join ranks that
-  compute different things, as tensor parallelism over an uneven number of heads does. The
-  collectives over them keep their order, whatever the simulated time is (`Kind.OTHER`).
+- The links of a group are those of the parallel group that begins with rank 0: a group may lie
+  within one machine and a parallel one across two, and the order must be the same.
+- If a parameter is gathered along one axis after another, every group counts as one of the next
+  kind; `fuse_chained_all_gathers` gathers such parameters at once.
+- Groups that communicate other tensors than parameters and gradients may join ranks that compute
+  different things, as tensor parallelism over an uneven number of heads does. The collectives over
+  them keep their order at any simulated time (`Kind.OTHER`).
 
-Ranks along all other groups compute on tensors of the same shapes, each on a batch of its own.
+Ranks along all other groups compute on tensors of the same shapes, each on a different batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
+from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, live_bytes
 from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
@@ -81,12 +82,12 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class LaunchGroup:
-    """What starts one gather or reduction: the nodes that prepare it, and the collective."""
+    """The nodes that start one gather or reduction: those that prepare it, then the collective."""
 
     places: list[int]
     backward: bool
     scratch_bytes: int
-    """Bytes that preparing it takes at most, beside what is counted node by node."""
+    """The most bytes that preparing it takes, beside those that are counted node by node."""
 
     @property
     def start(self) -> int:
@@ -96,7 +97,7 @@ class LaunchGroup:
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """One storage that the graph allocates. Equal to itself alone."""
+    """One storage that the graph allocates. Compared by identity."""
 
     bytes: int
     born: int
@@ -107,8 +108,13 @@ class Stored:
 
 
 class ScheduleGraph:
-    """The nodes of a graph by place; lists have one entry a place. `fused` says whether the backend
-    fuses ops. Errors are those of `collectives`. Linear in nodes to build."""
+    """The nodes of a graph by place; lists have one entry for each place.
+
+    Raises as `collectives` does. Linear in nodes to build.
+
+    Args:
+        fused: whether the backend fuses ops.
+    """
 
     def __init__(self, joint: JointGraph, hardware: Hardware, fused: bool) -> None:
         self.nodes: list[fx.Node] = list(joint.graph.nodes)
@@ -117,7 +123,8 @@ class ScheduleGraph:
         self.hardware = hardware
         self.at = {node: place for place, node in enumerate(self.nodes)}
         self._storages = value_storages(joint.graph)
-        self._writes, self._runs_once = written_by_node(joint.graph), once_nodes(joint.graph)
+        self._writes = written_by_node(joint.graph)
+        self._runs_once = once_nodes(joint.graph)
         self._collective = {c.node: c for c in self.issued}
         # Context parallelism's groups may have the ranks of FSDP's, but they are other groups.
         others = [c for c in self.issued if c.role is None]
@@ -127,34 +134,34 @@ class ScheduleGraph:
             self._fsdp_groups = set()
         waits = [node for node in self.nodes if is_wait(node) and not has_effect(node)]
         self._issuer = {wait: wait.all_input_nodes[0] for wait in waits}
-        self._written = {
-            storage
-            for targets in self._writes.values()
-            for target in targets
-            for storage in storages_in(self._storages[target])
-        }
+        self._written: set[Storage] = set()
+        for targets in self._writes.values():
+            for target in targets:
+                self._written.update(storages_in(self._storages[target]))
         self._elements = self._elements_of_tails()
         self._random_or_effect = set(filter(self._is_random_or_effect, self.nodes))
         chains = self._chains_of_gathers()
-        self._prepares = {n for chain in chains for n in chain[:-1]}
-        for *_, start in chains:
-            self._prepares.update(ancestors(start, _is_fsdp))
+        self._prepares: set[fx.Node] = set()
+        for chain in chains:
+            self._prepares.update(chain[:-1])
+            self._prepares.update(ancestors(chain[-1], _is_fsdp))
         # ranks with fewer rows have other FSDP nodes, which must not change what fuses
-        whole = fuse(joint, looks_through=_is_fsdp) if fused else NO_FUSION
+        fusion = fuse(joint, looks_through=_is_fsdp) if fused else NO_FUSION
 
         self.kind = [self._kind(node) for node in self.nodes]
         self.gathers = [self._launch_group(chain) for chain in chains]
         self.reductions = [
-            self._launch_group([*ancestors(node, lambda n: role_of(n) is Role.REDUCE_GRAD), node])
+            self._launch_group([*ancestors(node, _reduces_gradient), node])
             for node, kind in zip(self.nodes, self.kind, strict=True)
             if kind is Kind.REDUCTION
         ]
-        self.cost = costs(joint, hardware, whole)
-        """What this rank's nodes cost: for remarks alone, never for a decision."""
+        self.cost = costs(joint, hardware, fusion)
+        """The costs of this rank's nodes: for remarks, never for decisions."""
         self.reads = self._reads()
-        """What must run before: what a node reads, and what it may not overtake."""
+        """The nodes that must run before a node: its inputs, and nodes that it must not overtake.
+        """
         self.seconds = [self._seconds(node) for node in self.nodes]
-        """Simulated time; of a collective the time on its group."""
+        """Simulated time; for a collective the time on its group."""
         heavy = (CostKind.MATMUL, CostKind.ATTENTION)
         self.heavy = [self.cost[n].kind in heavy for n in self.nodes]
         """Whether the node is a matrix product or attention."""
@@ -163,35 +170,46 @@ class ScheduleGraph:
         """By collective, the ranks of its group."""
         self.issuer = {self.at[wait]: self.at[start] for wait, start in self._issuer.items()}
         """By wait, the collective that it waits for."""
-        stored, self.makes, self.headroom = self._memory(whole.kept_inside)
+        stored = self._stored()
+        self.makes: list[list[Stored]] = [[] for _ in self.nodes]
+        """The storages that a node allocates."""
+        copies = self._copies_of_shards()
+        for storage in (*stored.values(), *copies):
+            self.makes[storage.born].append(storage)
         self.local = [
-            n in self._prepares or (n in self._elements and not made)
-            for n, made in zip(self.nodes, self.makes, strict=True)
+            node in self._prepares or (node in self._elements and not storages)
+            for node, storages in zip(self.nodes, self.makes, strict=True)
         ]
         """Whether other ranks may not have the node: it prepares a shard, or is a view of the rows
         of a gradient that this rank stores."""
+        self.headroom = self._headroom(stored, copies, fusion.kept_inside)
+        """How many bytes fewer than at the peak are alive: the fewer of without and with fusion."""
         self.keeps_alive: list[list[Stored]] = []
-        """What stays allocated while a node is deferred: what it reads, or its collective does, and
-        the scratch memory, storage -1, that the collective takes until the wait for it."""
+        """The storages that stay allocated while a node is deferred: its inputs and those of its
+        collective, and the scratch memory that the collective needs until its wait."""
         for node in self.nodes:
-            read = {s for n in self._uses(node)[1:] for s in storages_in(self._storages[n])}
+            kept: set[Storage] = set()
+            for source in self._uses(node)[1:]:
+                kept.update(storages_in(self._storages[source]))
             if node in self._issuer:
-                read.add((self._issuer[node], -1))
-            self.keeps_alive.append([stored[s] for s in read if s in stored])
+                kept.add((self._issuer[node], SCRATCH))
+            self.keeps_alive.append([stored[storage] for storage in kept if storage in stored])
 
     def _gathers_twice(self) -> bool:
         """Return whether a parameter is gathered along one axis after another.
 
-        How much the first gather sends may then differ among the ranks of the second, and so the
-        simulated time.
+        The bytes that the first gather sends may then differ between the ranks of the second, and
+        so the simulated time.
         """
-        inside: set[fx.Node] = set()
+        gathered: set[fx.Node] = set()  # gathers, and nodes of their unshards after them
         for node in self.nodes:
-            continues = any(n in inside for n in node.all_input_nodes)
-            if role_of(node) is Role.UNSHARD and (continues or node in self._collective):
-                if continues and node in self._collective:
-                    return True
-                inside.add(node)
+            if role_of(node) is not Role.UNSHARD:
+                continue
+            after_gather = not gathered.isdisjoint(node.all_input_nodes)
+            if after_gather and node in self._collective:
+                return True
+            if after_gather or node in self._collective:
+                gathered.add(node)
         return False
 
     # --- what may move ---------------------------------------------------------------------
@@ -209,14 +227,14 @@ class ScheduleGraph:
         if may_communicate(node) or next(subgraphs(node), None) is not None:
             return Kind.OTHER
         if is_wait(node):
-            later = node in self._issuer and role_of(node) is not Role.UNSHARD
-            return Kind.WAIT if later else Kind.FIXED
+            may_defer = node in self._issuer and role_of(node) is not Role.UNSHARD
+            return Kind.WAIT if may_defer else Kind.FIXED
         if node in self._elements and not has_effect(node) and not self._touches_written(node):
             return Kind.TAIL
         if node in self._random_or_effect:
             return Kind.FIXED
-        shares = all(storage[0] is not node for storage in storages_in(self._storages[node]))
-        if shares and not self._writes[node] and not self._touches_written(node):
+        allocates = any(storage[0] is node for storage in storages_in(self._storages[node]))
+        if not allocates and not self._writes[node] and not self._touches_written(node):
             return Kind.FREE
         return Kind.PLAIN
 
@@ -228,14 +246,19 @@ class ScheduleGraph:
         return self._runs_once[node] or (has_effect(node) and not self._writes[node])
 
     def _touches_written(self, node: fx.Node) -> bool:
-        return any(
-            s in self._written for n in self._uses(node) for s in storages_in(self._storages[n])
-        )
+        """Return whether a node uses a storage that a node of the graph writes in place."""
+        for used in self._uses(node):
+            if not self._written.isdisjoint(storages_in(self._storages[used])):
+                return True
+        return False
 
     def _uses(self, node: fx.Node) -> list[fx.Node]:
-        """Return a node and what it reads: for a wait also what its collective reads until then."""
-        issuer = self._issuer.get(node)
-        return [node, *node.all_input_nodes, *([] if issuer is None else issuer.all_input_nodes)]
+        """Return a node and its inputs; for a wait also those of its collective, which reads them
+        until then."""
+        uses = [node, *node.all_input_nodes]
+        if node in self._issuer:
+            uses += self._issuer[node].all_input_nodes
+        return uses
 
     def _reads(self) -> list[set[int]]:
         """Return, by place, the nodes that must run before a node: its inputs, the last node before
@@ -260,19 +283,30 @@ class ScheduleGraph:
         return reads_of
 
     def _chains_of_gathers(self) -> list[list[fx.Node]]:
-        """Return every gather that may move, after the nodes that prepare it from parameters."""
+        """Return every gather that may move, each after the nodes that prepare it from parameters.
+
+        Alone if one of these nodes may not move.
+        """
         chains = []
         for c in self.issued:
             if c.role is Role.UNSHARD and c.ranks in self._fsdp_groups and not has_effect(c.node):
-                chain = [*ancestors(c.node, lambda n: n.op == "call_function"), c.node]
-                fixed = any(
-                    is_wait(n) or n is not c.node and n in self._collective
-                    or is_backward(n) is not is_backward(c.node)
-                    or n in self._random_or_effect or self._touches_written(n)
-                    for n in chain
-                )  # fmt: skip
-                chains.append([c.node] if fixed else chain)
+                before = ancestors(c.node, lambda n: n.op == "call_function")
+                chain = [*before, c.node]
+                if any(node in self._collective for node in before) or not all(
+                    self._may_move_with(node, c.node) for node in chain
+                ):
+                    chain = [c.node]
+                chains.append(chain)
         return chains
+
+    def _may_move_with(self, node: fx.Node, gather: fx.Node) -> bool:
+        """Return whether a node that prepares a gather may move with it."""
+        return not (
+            is_wait(node)
+            or is_backward(node) is not is_backward(gather)
+            or node in self._random_or_effect
+            or self._touches_written(node)
+        )
 
     def _launch_group(self, chain: list[fx.Node]) -> LaunchGroup:
         collective = self._collective[chain[-1]]
@@ -282,7 +316,7 @@ class ScheduleGraph:
     # --- what it takes ---------------------------------------------------------------------
 
     def _elements_of_tails(self) -> dict[fx.Node, int]:
-        """Return the elements of every node after a reduction: as many as the node reads, though
+        """Return the elements of every node after a reduction: as many as its inputs have, although
         this rank may store fewer rows."""
         elements: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -292,72 +326,90 @@ class ScheduleGraph:
             sources = [n for n in sources if role_of(n) is Role.REDUCE_GRAD]
             if node in self._issuer and self._issuer[node] not in elements:
                 continue  # the wait for the first reduction, whose result is padded
-            if sources:
-                most = max(elements.get(n, _elements(n)) for n in sources)
-                c = self._collective.get(node)
-                if c is not None and c.row.result is Result.SCATTERED:
-                    most = -(-most // len(c.ranks))
-                elements[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
+            if not sources:
+                continue
+            if is_getitem(node):
+                elements[node] = _elements(node)
+                continue
+            most = max(elements.get(n, _elements(n)) for n in sources)
+            c = self._collective.get(node)
+            if c is not None and c.row.result is Result.SCATTERED:
+                most = -(-most // len(c.ranks))
+            elements[node] = max(_elements(node), most)
         return elements
 
     def _seconds(self, node: fx.Node) -> float:
         if node not in self._collective:
-            alike = node not in self._elements and node not in self._prepares
-            return self.cost[node].seconds if alike else 0.0
+            is_same_on_all_ranks = node not in self._elements and node not in self._prepares
+            return self.cost[node].seconds if is_same_on_all_ranks else 0.0
         c = self._collective[node]
         first = min(c.ranks)
         c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
         if node in self._elements:
             received = _itemsize(node) * self._elements[node]
-            sent = received * (len(c.ranks) if c.row.result is Result.SCATTERED else 1)
+            sent = received * len(c.ranks) if c.row.result is Result.SCATTERED else received
             c = replace(c, input_bytes=sent, output_bytes=received)
         return collective_seconds(c, self.hardware)
 
-    def _memory(
-        self, kept_inside: set[Storage]
-    ) -> tuple[dict[Storage, Stored], list[list[Stored]], list[int]]:
-        """Return the storages; by place, those that the node allocates; and by place, how many
-        bytes fewer than at the peak are alive: the least of as the ops run one by one, and as they
-        run fused."""
+    def _stored(self) -> dict[Storage, Stored]:
+        """Return the storages of the graph and the scratch memory of collectives."""
         lives = lifetimes(self._joint, scratch=scratch_bytes(self._joint, self.hardware.device))
         stored: dict[Storage, Stored] = {}
-        makes: list[list[Stored]] = [[] for _ in self.nodes]
-        spans: list[list[tuple[int, int, int]]] = [[] for _ in range(2 if kept_inside else 1)]
         for storage, size in lives.size.items():
             node = storage[0]
             if node in self._prepares:
                 size = 0
             elif node in self._elements:
                 size = max(size, self._elements[node] * _itemsize(node))
-            entry = Stored(size, lives.born[storage], lives.last_use[storage])
-            stored[storage] = entry
-            makes[entry.born].append(entry)
-            for each in spans[:1] if storage in kept_inside else spans:
-                each.append((entry.born, entry.last, size))
-        gathering: list[tuple[int, int, int]] = []
-        waits = {start: self.at[wait] for wait, start in self._issuer.items()}
-        for start in [self.nodes[group.start] for group in self.gathers]:
-            # alive until the wait as a prepared copy or as the shard itself: counted for both
-            last = waits.get(start, len(self.nodes) - 1)
-            entry = Stored(self._collective[start].input_bytes, self.at[start], last)
-            makes[entry.born].append(entry)
-            # once more while it is prepared
-            gathering += [(entry.born, end, entry.bytes) for end in (entry.born, entry.last)]
+            stored[storage] = Stored(size, lives.born[storage], lives.last_use[storage])
         for place, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
                 for storage in storages_in(self._storages[source]):
                     if storage in stored:
                         stored[storage].readers.add(place)
-        headroom = []
-        for each in spans:
-            most = max(live_bytes(len(self.nodes), each))
-            alive = live_bytes(len(self.nodes), [*each, *gathering])
-            headroom.append([most - num for num in alive])
-        return stored, makes, list(map(min, zip(*headroom, strict=True)))
+        return stored
+
+    def _copies_of_shards(self) -> list[Stored]:
+        """Return the tensor that each gather sends, alive until its wait.
+
+        It is a prepared copy on some ranks and the shard itself on others, and counts for all.
+        """
+        waits = {start: self.at[wait] for wait, start in self._issuer.items()}
+        copies = []
+        for group in self.gathers:
+            start = self.nodes[group.start]
+            last = waits.get(start, len(self.nodes) - 1)
+            copies.append(Stored(self._collective[start].input_bytes, self.at[start], last))
+        return copies
+
+    def _headroom(
+        self, stored: dict[Storage, Stored], copies: list[Stored], kept_inside: set[Storage]
+    ) -> list[int]:
+        """Return, by place, how many bytes fewer than at the peak of the graph are alive.
+
+        The fewer of two counts: of all storages, and without those that fused kernels keep inside.
+        """
+        lifespans_of_copies = []
+        for copy in copies:
+            lifespans_of_copies.append((copy.born, copy.last, copy.bytes))
+            lifespans_of_copies.append((copy.born, copy.born, copy.bytes))  # while it is prepared
+        lifespans = {s: (entry.born, entry.last, entry.bytes) for s, entry in stored.items()}
+        fused = [lifespan for s, lifespan in lifespans.items() if s not in kept_inside]
+
+        def headroom(lifespans: Sequence[tuple[int, int, int]]) -> list[int]:
+            peak = max(live_bytes(len(self.nodes), lifespans))
+            alive = live_bytes(len(self.nodes), [*lifespans, *lifespans_of_copies])
+            return [peak - num for num in alive]
+
+        return list(map(min, headroom(list(lifespans.values())), headroom(fused)))
 
 
 def _is_fsdp(node: fx.Node) -> bool:
     return role_of(node) is not None
+
+
+def _reduces_gradient(node: fx.Node) -> bool:
+    return role_of(node) is Role.REDUCE_GRAD
 
 
 def _elements(node: fx.Node) -> int:

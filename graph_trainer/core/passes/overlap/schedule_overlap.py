@@ -22,15 +22,15 @@ from graph_trainer.core.simulation.timeline import Timeline, play
 from graph_trainer.core.units import gib
 
 _HOST_GROWTH = 0.03
-"""The part of the graph's own peak, inputs aside, that may be added on CPU ranks. They share the
-host's memory, and gloo's threads take theirs when they run, which is later than the simulator says.
-"""
+"""The part of the graph's peak, without inputs, that may be added on CPU ranks. They share the
+host's memory, and gloo's threads allocate when they run, which is later than in the simulation."""
 _TRIES = 3
-"""Orders that are tried at most where memory is short, before the one that leaves the peak."""
+"""The most orders that are tried if memory is short, before the one that does not raise the peak.
+"""
 _MARGIN = 0.9
-"""By what the next order's growth is below what would just fit."""
+"""The growth of the next order, as a part of the growth that would just fit."""
 _LEAST = 5e-6
-"""Seconds by which exposed time must change for a line of its own."""
+"""The seconds by which the exposed time of a collective must change for a line in the report."""
 
 
 @graph_pass(
@@ -45,28 +45,28 @@ def schedule_overlap(
 ) -> None:
     """Put every collective's start and wait where communication overlaps with compute.
 
-    Simulates the graph in its own order, and deviates from that order where communication can
-    overlap: parameters are gathered ahead, gradients reduced as soon as they are computed and
-    waited for when the reduction has ended, other collectives started before compute that they do
-    not need, and such compute runs while other compute waits (see `Scheduler`).
+    Simulates the graph in its current order, and changes that order where communication can
+    overlap: parameters are gathered ahead, gradients are reduced as soon as they are computed and
+    waited for when the reduction has ended, other collectives start before compute that they do not
+    depend on, and such compute runs while other compute would wait (see `Scheduler`).
 
     Changes the order of nodes only, and not that of nodes that write the same memory, draw random
     numbers or have effects. The getitems of an op follow it directly. No gather moves from backward
-    into forward. Gathers keep their order, and so do reductions of whole gradients, and all other
+    into forward. Gathers keep their order, and so do first reductions of gradients, and all other
     collectives.
 
-    Cannot hang: the ranks of a group have the same schedule graph (see `schedule_graph`) and decide
-    alike; where batches or tensor-parallel parts have different sizes, so that ranks would decide
-    differently, none of them moves anything. Bounds memory: what a step needs grows up to the
-    memory limit at most, or up to what a device of the hardware's profile has, gaps of the
-    allocator included, on CPU ranks by 3% at most, and at no node by more than
-    `max_in_flight_mib`, where that is set. Where this costs time, the remark says so. No heavy node
+    Cannot hang: the ranks of a group have the same schedule graph (see `schedule_graph`) and make
+    the same decisions; if batches or tensor-parallel parts have different sizes, so that ranks
+    would decide differently, no rank moves anything. Bounds memory: the memory that a step needs
+    grows at most up to the memory limit, or up to the memory of a device of the hardware's profile,
+    with gaps of the allocator; on CPU ranks by at most 3%; and at no node by more than
+    `max_in_flight_mib`, if that is set. If this costs time, a remark reports it. No heavy node
     overtakes more than `max_consecutive_compute` others, and none overtakes while a reduction is
     ready that may not start yet. n log n in nodes.
 
     Another graph of the step, for a batch of another shape, gets the order of the first: its rank
-    captures it alone, and must issue the collectives that the other ranks issue. What that order
-    costs in memory is not bounded; a graph that needs more than the limit is refused.
+    captures it alone, and must issue the collectives that the other ranks issue. The memory that
+    this order needs is not bounded; a graph that needs more than the limit is refused.
 
     Raises:
         VerificationError: a collective that cannot be described (see `collectives`).
@@ -78,31 +78,33 @@ def schedule_overlap(
     program: list[object] = []
     for node in graph.nodes:
         program.append((str(node.target), *(graph.at[n] for n in node.all_input_nodes)))
-    # the places of the old order, in the new one
-    earlier, order = context.decided or (None, [])
-    follows = earlier == program
+    # `order` has the places of the old order, in the new one
+    first_program, order = context.decided or (None, [])
     bound = ""
-    if not follows:
+    if first_program != program:
         order, bound = _within_memory(joint, graph, options, context)
-        # what the ranks must agree on: the order of collectives and waits, by their old order
+        # the ranks must agree on the order of collectives and waits, counted in the old order
         nodes = [n for n in graph.nodes if is_collective(n) or is_wait(n)]
         ordinal = {graph.at[node]: number for number, node in enumerate(nodes)}
         if not context.agreement.same([ordinal[place] for place in order if place in ordinal]):
             joint.remarks.append(
-                "nothing moved: the ranks would order their collectives otherwise, their batches "
-                "or their tensor-parallel parts having different sizes"
+                "nothing moved: the ranks would order their collectives differently, because their "
+                "batches or their tensor-parallel parts have different sizes"
             )
             order = sorted(order)
     joint.decisions[schedule_overlap.name] = (program, order)
     if order == sorted(order):
-        joint.remarks += [bound] if bound else []
+        if bound:
+            joint.remarks.append(bound)
         return
 
     before = _simulated(joint, graph)
     put_in_order(graph, order)
     after = _simulated(joint, graph)
     summary, *lines = _remarks_on(joint, graph, order, before, after)
-    joint.remarks += ["; ".join([summary, bound] if bound else [summary]), *lines]
+    if bound:
+        summary = f"{summary}; {bound}"
+    joint.remarks += [summary, *lines]
 
 
 def put_in_order(graph: ScheduleGraph, order: Sequence[int]) -> None:
@@ -111,7 +113,7 @@ def put_in_order(graph: ScheduleGraph, order: Sequence[int]) -> None:
     for node in body:
         output.prepend(node)
     if any(place > later for place, later in itertools.pairwise(order)):
-        # an op that moved takes its results along: until the last is taken out, all are alive
+        # the results of an op that moved follow it: until the last is taken out, all are alive
         for node in body:
             for getitem in reversed(getitems_of(node)):
                 node.append(getitem)
@@ -123,19 +125,19 @@ def _within_memory(
     options: ScheduleOverlapOptions,
     context: PassContext,
 ) -> tuple[list[int], str]:
-    """Return the places in the order that overlaps most within the memory that is left, the same on
-    all ranks; and what bounds it and what that costs, in words, or "" where nothing does.
+    """Return the order that overlaps most within the memory limit, the same on all ranks.
 
-    The account of the scheduler knows no gaps of the allocator: where these are more than is left,
-    the peak may grow by less, and in the end not at all.
+    With a text about what bounds it and what that costs, "" if the bound costs no time. The
+    scheduler does not count gaps of the allocator: if these exceed the headroom, orders with less
+    growth are tried, the last without any.
     """
     old = range(len(graph.nodes))
 
     def needed(order: Sequence[int]) -> int:
         put_in_order(graph, order)
-        needs = context.needed_on_all_ranks(joint)
+        num_bytes = context.needed_on_all_ranks(joint)
         put_in_order(graph, old)
-        return needs
+        return num_bytes
 
     def seconds(order: Sequence[int]) -> float:
         put_in_order(graph, order)
@@ -144,81 +146,108 @@ def _within_memory(
         return timeline.step_seconds
 
     unbounded = Scheduler(graph, options, None).run()
-    most, allowed, needs = options.max_in_flight_mib, context.allowed_bytes(joint), needed(old)
+    max_in_flight = options.max_in_flight_mib
+    allowed = context.allowed_bytes(joint)
+    needed_before = needed(old)
     on_host = graph.hardware.device == "cpu"
     if on_host:
         scratch = scratch_bytes(joint, graph.hardware.device)
         peak = context.agreement.all_reduce_max(lifetimes(joint, scratch=scratch).peak_bytes)
-        allowed = min(allowed, needs + int(peak * _HOST_GROWTH))
-    if most is None and needed(unbounded) <= allowed:
+        allowed = min(allowed, needed_before + int(peak * _HOST_GROWTH))
+    if max_in_flight is None and needed(unbounded) <= allowed:
         return unbounded, ""
-    growth = headroom = max(0, allowed - needs)
-    for tries in itertools.count(1):
-        order = Scheduler(graph, options, growth).run()
-        if not growth or (over := needed(order) - allowed) <= 0:
+    headroom = max(0, allowed - needed_before)
+    growth = headroom
+    order = Scheduler(graph, options, growth).run()
+    for number in range(1, _TRIES + 1):
+        if not growth:
             break
-        fits = _MARGIN * headroom / (headroom + over)  # if gaps grow with what is in flight
-        growth = int(growth * fits) if tries < _TRIES else 0
-    if not growth and needed(order) > max(allowed, needs):
-        order = [*old]
-    bounded = seconds(order)
-    if (cost := bounded - seconds(unbounded)) < _LEAST:
+        excess = needed(order) - allowed
+        if excess <= 0:
+            break
+        fits = _MARGIN * headroom / (headroom + excess)  # if gaps grow with the bytes in flight
+        growth = int(growth * fits) if number < _TRIES else 0
+        order = Scheduler(graph, options, growth).run()
+    if not growth and needed(order) > max(allowed, needed_before):
+        order = list(old)
+    bounded_seconds = seconds(order)
+    cost = bounded_seconds - seconds(unbounded)
+    if cost < _LEAST:
         return order, ""
-    by = f"ScheduleOverlapOptions.max_in_flight_mib = {most}"
-    if most is None and on_host:
-        by = f"{_HOST_GROWTH:.0%} of the peak, which is what CPU ranks may add,"
-    elif most is None:
-        by = f"the memory that is left, {gib(headroom)} of {gib(allowed)} GiB,"
+    if max_in_flight is not None:
+        limit = f"ScheduleOverlapOptions.max_in_flight_mib = {max_in_flight}"
+    elif on_host:
+        limit = f"{_HOST_GROWTH:.0%} of the peak, which is what CPU ranks may add,"
+    else:
+        limit = f"the memory that is left, {gib(headroom)} of {gib(allowed)} GiB,"
     return order, (
-        f"{by} bounds what is in flight: with more a step would take {cost * 1e3:,.1f} ms "
-        f"({cost / bounded:.1%}) less"
+        f"{limit} bounds what is in flight: with more a step would take {cost * 1e3:,.1f} ms "
+        f"({cost / bounded_seconds:.1%}) less"
     )
 
 
 def _simulated(joint: JointGraph, graph: ScheduleGraph) -> Timeline:
-    """Simulate the joint graph in the order that it has now."""
+    """Simulate the joint graph in its current order."""
     with unchanging(joint.graph):
         return play(joint, graph.issued, graph.cost, graph.hardware)
 
 
 def _remarks_on(
-    joint: JointGraph, graph: ScheduleGraph, order: Sequence[int], *played: Timeline
+    joint: JointGraph,
+    graph: ScheduleGraph,
+    order: Sequence[int],
+    before: Timeline,
+    after: Timeline,
 ) -> list[str]:
-    """Describe what moved, in one line, and the collectives whose waits changed, a line each.
+    """Describe what moved, in one line, then each collective whose exposed time has changed.
 
-    A collective's line has how long compute waits for it now. `order` has the places of the old
-    order, in the new one; `played` is before and after. Linear in nodes.
+    Linear in nodes.
+
+    Args:
+        order: the places of the old order, in the new one.
+        before, after: the timelines of both orders.
     """
     traffic = traffic_of(graph.issued, dict(joint.gradients()))
-    old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)
+    old = _num_computed_before(graph, range(len(order)))
+    new = _num_computed_before(graph, order)
     earlier = {graph.nodes[place]: old[place] - new[place] for place in graph.group}
-    was: dict[fx.Node, float] = defaultdict(float)
-    now: dict[fx.Node, float] = defaultdict(float)
-    for exposed, timeline in zip((was, now), played, strict=True):
-        for each in timeline.exposed:
-            exposed[each.collective.node] += each.seconds
+    seconds_before = _exposed_seconds(before)
+    seconds_now = _exposed_seconds(after)
     sums = []
     for kind in dict.fromkeys(traffic.values()):
         nodes = [node for node in earlier if traffic[node] is kind]
-        moved = sum(earlier[node] > 0 for node in nodes)
-        seconds = [sum(waits[node] for node in nodes) for waits in (was, now)]
+        num_moved = sum(earlier[node] > 0 for node in nodes)
+        total_before = sum(seconds_before[node] for node in nodes)
+        total_now = sum(seconds_now[node] for node in nodes)
         sums.append(
-            f"{kind.value.replace('_', ' ')}: {moved} of {len(nodes)} start earlier, exposed "
-            f"{seconds[0] * 1e3:,.1f} ms before and {seconds[1] * 1e3:,.1f} ms now"
+            f"{kind.value.replace('_', ' ')}: {num_moved} of {len(nodes)} start earlier, exposed "
+            f"{total_before * 1e3:,.1f} ms before and {total_now * 1e3:,.1f} ms now"
         )
-    lines = [
-        f"{c.kind} {c.where} starts {earlier[c.node]} computing nodes earlier, exposed "
-        f"{was[c.node] * 1e3:,.3f} ms before and {now[c.node] * 1e3:,.3f} ms now"
-        for c in graph.issued
-        if c.node in earlier and abs(was[c.node] - now[c.node]) > _LEAST
-    ]
-    return ["; ".join(sums), *lines]
+    lines = ["; ".join(sums)]
+    for c in graph.issued:
+        if c.node in earlier and abs(seconds_before[c.node] - seconds_now[c.node]) > _LEAST:
+            lines.append(
+                f"{c.kind} {c.where} starts {earlier[c.node]} computing nodes earlier, exposed "
+                f"{seconds_before[c.node] * 1e3:,.3f} ms before and "
+                f"{seconds_now[c.node] * 1e3:,.3f} ms now"
+            )
+    return lines
 
 
-def _computed_before(graph: ScheduleGraph, order: Sequence[int]) -> dict[int, int]:
+def _exposed_seconds(timeline: Timeline) -> dict[fx.Node, float]:
+    """Return, by collective, how long compute waits for it."""
+    seconds: dict[fx.Node, float] = defaultdict(float)
+    for wait in timeline.exposed:
+        seconds[wait.collective.node] += wait.seconds
+    return seconds
+
+
+def _num_computed_before(graph: ScheduleGraph, order: Sequence[int]) -> dict[int, int]:
     """Count, by place, the nodes that compute before it in this order."""
-    computed, passed = {}, 0
+    num_before = {}
+    count = 0
     for place in order:
-        computed[place] = passed
-        passed += graph.seconds[place] > 0 and place not in graph.group
-    return computed
+        num_before[place] = count
+        if graph.seconds[place] > 0 and place not in graph.group:
+            count += 1
+    return num_before

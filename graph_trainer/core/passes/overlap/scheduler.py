@@ -1,11 +1,11 @@
-"""Put a graph in an order in which communication overlaps with compute, within a memory limit."""
+"""Order a graph so that communication overlaps with compute, within a memory limit."""
 
-# The idea: walk the nodes in the order of the graph with a clock. A collective occupies its group
-# and not the clock; a wait moves the clock to the collective's end. At each node look what may
-# start early (the next gathers, a reduction whose inputs are there, what leads to the next other
-# collective), what may still wait (waits, and what only leads to gradients), and where the clock
-# would stand still, run later nodes that do not depend on the wait. Memory is an account by place:
-# what runs early or late takes from the headroom of the places in between.
+# The idea: run the nodes in the order of the graph with a simulated clock. A collective occupies
+# its group and not the clock; a wait moves the clock to the collective's end. At each node, start
+# early what may start (the next gathers, a reduction whose inputs have run, nodes that lead to the
+# next other collective), defer what may run later (waits, and nodes that only lead to gradients),
+# and where compute would wait, run later nodes that do not depend on the wait. Memory is an account
+# by place: nodes that run early or late take from the headroom of the places in between.
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, NoReturn
 
 from graph_trainer.core.passes.overlap.schedule_graph import (
     Kind,
@@ -27,11 +28,11 @@ from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 
 _WINDOW = 256
-"""Nodes that are considered to fill one gap."""
+"""The number of later nodes that may run while compute would wait once."""
 _PATH = 256
-"""Nodes that may run before others because they lead to a collective, at most."""
+"""The most nodes that may run before others because they lead to a collective."""
 _UNBOUNDED = 1 << 62
-"""Bytes that no device has."""
+"""More bytes than any device has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +40,12 @@ class ScheduleOverlapOptions:
     """How far collectives and compute may move, and what that may cost."""
 
     prefetch_depth: int = 2
-    """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
+    """How many gathers, of one bucket each, are in flight beyond the one that is being used."""
 
     max_in_flight_mib: float | None = None
-    """MiB that may be alive, at any node, beyond what is alive there in the graph's own order:
+    """MiB that may be alive, at any node, beyond the bytes that are alive there without this pass:
     parameters gathered ahead, gradients being reduced, results computed early. None for as many as
-    the memory that is left allows; see `schedule_overlap`."""
+    the memory limit allows; see `schedule_overlap`."""
 
     max_consecutive_compute: int = 8
     """How many matrix products or attentions may run between the moment when a reduction could
@@ -52,16 +53,16 @@ class ScheduleOverlapOptions:
     overtake."""
 
     def __post_init__(self) -> None:
-        ahead = "0 (no gather ahead of its place) or more"
-        most = 1.0 if self.max_in_flight_mib is None else self.max_in_flight_mib
-        for name, holds, wanted in (
-            ("prefetch_depth", self.prefetch_depth >= 0, ahead),
-            ("max_in_flight_mib", 0 < most < math.inf, "a number of MiB above 0"),
-            ("max_consecutive_compute", self.max_consecutive_compute >= 1, "at least 1"),
-        ):
-            if not holds:
-                value = f"{getattr(self, name):g}"
-                raise PassError(f"ScheduleOverlapOptions.{name} is {value}; it must be {wanted}")
+        if self.prefetch_depth < 0:
+            self._refuse("prefetch_depth", "0 (no gather ahead of its place) or more")
+        if self.max_in_flight_mib is not None and not 0 < self.max_in_flight_mib < math.inf:
+            self._refuse("max_in_flight_mib", "a number of MiB above 0")
+        if self.max_consecutive_compute < 1:
+            self._refuse("max_consecutive_compute", "at least 1")
+
+    def _refuse(self, name: str, valid: str) -> NoReturn:
+        value = f"{getattr(self, name):g}"
+        raise PassError(f"ScheduleOverlapOptions.{name} is {value}; it must be {valid}")
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +74,17 @@ class Deferred:
     places: list[int]
     bytes: int = 0
     counted: set[Stored] = field(default_factory=set)
-    """What the nodes allocate, and what stays allocated for them."""
+    """The storages that the nodes allocate, and those that stay allocated for them."""
     has_run: bool = False
+
+
+class _Attempt(NamedTuple):
+    """A try to start a gather."""
+
+    gather: int
+    num_in_flight: int
+    num_heavy: int
+    """The heavy nodes that have run before."""
 
 
 class Scheduler:
@@ -82,21 +92,21 @@ class Scheduler:
 
     Nodes run in the order of the graph, except that
 
-    - gathers start ahead of their place, with the nodes that prepare them; reductions as soon as
-      their inputs have run;
-    - waits, and what follows a reduction, run when the collective has ended, when something reads
-      them, when memory is short, or at the end;
+    - gathers start ahead of their place, with the nodes that prepare them, and reductions as soon
+      as their inputs have run;
+    - waits, and the nodes after a reduction, run when the collective has ended, when another node
+      reads them, when memory is short, or at the end;
     - nodes that lead to the next other collective run before heavy nodes that do not;
     - where compute would wait, nodes that do not depend on the wait run first.
 
-    `headroom` has, by place, the bytes that may be alive there beyond what the graph keeps alive in
-    its own order, less what has been allocated ahead of its place. Deferred nodes keep bytes alive
-    as well (`deferred_bytes`) and run when these no longer fit. Memory that is freed early is never
-    subtracted, so that the account is an upper bound.
+    `headroom` has, by place, the bytes that may be alive there in addition to those that are alive
+    in the order of the graph, without the bytes that have been allocated ahead of their place.
+    Deferred nodes keep bytes alive as well (`deferred_bytes`) and run when these no longer fit.
+    Memory that is freed early is never subtracted, so that the account is an upper bound.
 
     Args:
-        growth: bytes by which the peak of what the graph allocates may grow. None for an order
-            without any bound of memory, that of `options` included.
+        growth: bytes by which the peak of the graph's allocations may grow. None for an order
+            without any bound of memory, also without that of `options`.
     """
 
     def __init__(
@@ -106,9 +116,10 @@ class Scheduler:
         self.options = options
         self.headroom = [_UNBOUNDED] * len(graph.nodes)
         if growth is not None:
-            most = options.max_in_flight_mib
-            most_bytes = _UNBOUNDED if most is None else int(most * MIB)
-            self.headroom = [min(fewer + growth, most_bytes) for fewer in graph.headroom]
+            max_bytes = _UNBOUNDED
+            if options.max_in_flight_mib is not None:
+                max_bytes = int(options.max_in_flight_mib * MIB)
+            self.headroom = [min(headroom + growth, max_bytes) for headroom in graph.headroom]
         self.order: list[int] = []
         self.done = [False] * len(graph.nodes)
         self.now = 0.0
@@ -123,27 +134,33 @@ class Scheduler:
         """Indices of the reductions whose inputs have all run."""
         self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
         self._by_end: list[tuple[float, int, Deferred]] = []
-        self._gathers = {each.start for each in graph.gathers}
+        self._gathers = {group.start for group in graph.gathers}
         self._missing: list[set[int]] = []
-        for each in graph.reductions:
-            read = set[int]().union(*(graph.reads[place] for place in each.places))
-            self._missing.append(read.difference(each.places))
+        """By index of a reduction, its inputs that have not run."""
+        for group in graph.reductions:
+            inputs: set[int] = set()
+            for place in group.places:
+                inputs |= graph.reads[place]
+            self._missing.append(inputs.difference(group.places))
         self._waiting: dict[int, list[int]] = defaultdict(list)
+        """By place, the indices of the reductions that need it."""
         for index, inputs in enumerate(self._missing):
             for place in inputs:
                 self._waiting[place].append(index)
         self.heavy_until = list(itertools.accumulate(graph.heavy, initial=0))
-        self.prepares = {place for each in graph.gathers for place in each.places[:-1]}
+        """By place, the number of heavy nodes before it."""
+        self.prepares = {place for group in graph.gathers for place in group.places[:-1]}
         self.next_gather = 0
-        self.refused_at = (-1, -1, -1)
-        """The gather for which there was no memory, with how many were in flight and how many heavy
-        nodes had run: until one of these has changed, it is not tried again."""
+        self.refused: _Attempt | None = None
+        """The last gather for which there was no memory. It is not tried again until more or fewer
+        gathers are in flight, or another heavy node has run."""
         self.next_reduction = 0
         self.others = [place for place, kind in enumerate(graph.kind) if kind is Kind.OTHER]
         self.next_other = 0
         self.path: list[int] | None = None
-        """What leads to the other collective `path_of` and has not run, None if it is too long."""
-        self.path_of = -1
+        """The nodes that lead to the other collective `path_of` and have not run; None if they are
+        too many."""
+        self.path_of: int | None = None
 
     def run(self) -> list[int]:
         """Return the places, each once, in their new order."""
@@ -153,7 +170,7 @@ class Scheduler:
             if self.graph.nodes[place].op == "output":
                 while self.run_oldest():
                     pass
-            if self.graph.local[place]:  # other ranks may not have the node: decide nothing here
+            if self.graph.local[place]:  # other ranks may not have the node: no decisions here
                 self.run_with_inputs(place)
                 continue
             self.run_beyond_limit(place)
@@ -161,7 +178,7 @@ class Scheduler:
             self._prefetch(place)
             self._advance_collective(place)
             if not self.done[place]:
-                # fill the time until what the node reads is there
+                # fill the time until the node's inputs have been computed
                 for source in sorted(self.graph.reads[place]):
                     while source in self.deferred:
                         self._fill(place, self.deferred[source].ends)
@@ -211,9 +228,10 @@ class Scheduler:
     def defer(self, place: int) -> bool:
         """Defer a node whose collective has not ended, or that reads deferred nodes.
 
-        Returns False where the node has to run now.
+        Returns False if the node must run now.
         """
-        graph, kind = self.graph, self.graph.kind[place]
+        graph = self.graph
+        kind = graph.kind[place]
         if kind is Kind.WAIT:
             start = graph.issuer[place]
             if self.has_ended(place):
@@ -226,23 +244,23 @@ class Scheduler:
         sources = [self.deferred[p] for p in sorted(graph.reads[place]) if p in self.deferred]
         if not sources or (kind is Kind.FREE and len(sources) < len(graph.reads[place])):
             return False
-        self._add_deferred(max(sources, key=lambda each: each.ends), place)
+        self._add_deferred(max(sources, key=lambda deferred: deferred.ends), place)
         return True
 
     def _add_deferred(self, deferred: Deferred, place: int) -> None:
         """Defer a node with others, and count the memory that this keeps alive."""
         deferred.places.append(place)
         self.deferred[place] = deferred
-        new = {*self.graph.makes[place], *self.graph.keeps_alive[place]} - deferred.counted
-        deferred.counted |= new
-        added = sum(s.bytes for s in new)
-        deferred.bytes += added
-        self.deferred_bytes += added
+        storages = {*self.graph.makes[place], *self.graph.keeps_alive[place]} - deferred.counted
+        deferred.counted |= storages
+        num_bytes = sum(storage.bytes for storage in storages)
+        deferred.bytes += num_bytes
+        self.deferred_bytes += num_bytes
         if len(deferred.places) == 1:
             heapq.heappush(self._by_end, (deferred.ends, place, deferred))
 
     def run_deferred(self, deferred: Deferred) -> None:
-        """Run deferred nodes; from the wait for a second collective on, the rest is deferred."""
+        """Run deferred nodes up to a wait for a second collective; defer the rest until it ends."""
         if deferred.has_run:
             return
         deferred.has_run = True
@@ -262,13 +280,13 @@ class Scheduler:
             self.run_with_inputs(place)
 
     def run_with_inputs(self, place: int) -> None:
-        """Run a node, before it what it reads."""
+        """Run the inputs of a node, then the node."""
         self.run_inputs(place)
         if not self.done[place]:
             self.emit(place)
 
     def run_inputs(self, place: int) -> None:
-        """Run what a node reads and has not run."""
+        """Run the inputs of a node that have not run."""
         for source in sorted(self.graph.reads[place]):
             while source in self.deferred:
                 self.run_deferred(self.deferred[source])
@@ -277,13 +295,17 @@ class Scheduler:
 
     def run_ended(self) -> None:
         """Run the deferred nodes whose collective has ended."""
-        while self._by_end and (self._by_end[0][2].has_run or self._by_end[0][0] <= self.now):
-            self.run_deferred(heapq.heappop(self._by_end)[2])
+        while self._by_end:
+            ends, _, deferred = self._by_end[0]
+            if not deferred.has_run and ends > self.now:
+                return
+            heapq.heappop(self._by_end)
+            self.run_deferred(deferred)
 
     def run_oldest(self) -> bool:
         """Run the deferred nodes whose collective ends first. Returns whether there were any."""
         while self._by_end:
-            deferred = heapq.heappop(self._by_end)[2]
+            _, _, deferred = heapq.heappop(self._by_end)
             if not deferred.has_run:
                 self.run_deferred(deferred)
                 return True
@@ -297,31 +319,31 @@ class Scheduler:
     # --- earlier ---------------------------------------------------------------------------
 
     def run_early(self, places: Sequence[int], place: int, scratch_bytes: int = 0) -> bool:
-        """Run nodes before `place`, in order, if memory allows what they allocate and
-        `scratch_bytes` beside that. Returns whether they ran."""
+        """Run nodes before `place`, in order, if memory allows their allocations and
+        `scratch_bytes` more. Returns whether they ran."""
         inside = set(places)
         alive = peak = 0
-        stay: list[Stored] = []
+        kept: list[Stored] = []  # storages that are alive up to the place where they were made
         freed: dict[int, int] = defaultdict(int)
-        for each in places:
-            for stored in self.graph.makes[each]:
-                alive += stored.bytes
-                if stored.last in inside and stored.readers <= inside:
-                    freed[stored.last] += stored.bytes
-                elif stored.born > place:
-                    stay.append(stored)
+        for source in places:
+            for storage in self.graph.makes[source]:
+                alive += storage.bytes
+                if storage.last in inside and storage.readers <= inside:
+                    freed[storage.last] += storage.bytes
+                elif storage.born > place:
+                    kept.append(storage)
             peak = max(peak, alive)
-            alive -= freed[each]
+            alive -= freed[source]
         if peak + scratch_bytes > self.headroom[place] - self.deferred_bytes:
             return False
-        total = sum(stored.bytes for stored in stay)
-        if stay and total > min(self.headroom[place : max(s.born for s in stay)]):
+        kept_bytes = sum(storage.bytes for storage in kept)
+        if kept and kept_bytes > min(self.headroom[place : max(s.born for s in kept)]):
             return False
-        for stored in stay:
-            for between in range(place, stored.born):
-                self.headroom[between] -= stored.bytes
-        for each in places:
-            self.emit(each)
+        for storage in kept:
+            for between in range(place, storage.born):
+                self.headroom[between] -= storage.bytes
+        for source in places:
+            self.emit(source)
         return True
 
     # --- gathers and reductions ------------------------------------------------------------
@@ -339,11 +361,11 @@ class Scheduler:
                 or len(self.in_flight) >= self.options.prefetch_depth
             ):
                 return
-            tried = (self.next_gather, len(self.in_flight), self.num_heavy)
-            if tried == self.refused_at:
+            attempt = _Attempt(self.next_gather, len(self.in_flight), self.num_heavy)
+            if attempt == self.refused:
                 return
             if not self._launch(group, place):
-                self.refused_at = tried
+                self.refused = attempt
                 return
 
     def _reduce(self, place: int) -> None:
@@ -365,8 +387,11 @@ class Scheduler:
     def _launch(self, group: LaunchGroup, place: int) -> bool:
         """Run a launch group before `place`, if its inputs have run and memory allows."""
         places = [p for p in group.places if not self.done[p]]
-        reads = {p for each in places for p in self.graph.reads[each]}.difference(places)
-        if any(p in self.deferred for p in places) or not all(self.done[p] for p in reads):
+        inputs: set[int] = set()
+        for source in places:
+            inputs |= self.graph.reads[source]
+        inputs.difference_update(places)
+        if any(p in self.deferred for p in places) or not all(self.done[p] for p in inputs):
             return False
         return self.run_early(places, place, group.scratch_bytes)
 
@@ -385,32 +410,35 @@ class Scheduler:
         if start < place or start not in graph.group:
             return
         if self.path_of != start:
-            self.path_of, self.path = start, self._path_to(start)
-        ahead = self.heavy_until[start] - self.heavy_until[place]
-        if self.path is None or ahead > 2 * self.options.max_consecutive_compute:
+            self.path_of = start
+            self.path = self._path_to(start)
+        num_heavy_before = self.heavy_until[start] - self.heavy_until[place]
+        max_heavy = self.options.max_consecutive_compute
+        if self.path is None or num_heavy_before > 2 * max_heavy:
             return
         path = self.path = [p for p in self.path if not self.done[p]]
         if place in path or any(p in self.deferred for p in path):
             return
         if not all(self._may_advance(p, place) for p in path[:-1]):
             return
-        heavy = sum(graph.heavy[p] for p in path)
-        # no reduction starts while the path and this node run
-        together = heavy + graph.heavy[place]
-        if max(together, ahead - heavy) > self.options.max_consecutive_compute:
+        num_heavy = sum(graph.heavy[p] for p in path)
+        # no reduction starts while the path and this node run, and the path overtakes the others
+        if num_heavy + graph.heavy[place] > max_heavy or num_heavy_before - num_heavy > max_heavy:
             return
-        light = not any(graph.seconds[p] for p in path[:-1])
-        if (graph.heavy[place] or light) and graph.backward[start] is graph.backward[place]:
+        takes_time = any(graph.seconds[p] for p in path[:-1])
+        if takes_time and not graph.heavy[place]:
+            return
+        if graph.backward[start] is graph.backward[place]:
             self.run_early(path, place)
 
     def _may_advance(self, place: int, before: int) -> bool:
-        """Return whether a node may overtake another: it computes, or waits for what has ended."""
+        """Return whether a node may overtake another: it computes, or its collective has ended."""
         kind = self.graph.kind[place]
-        movable = kind in (Kind.PLAIN, Kind.FREE) or (kind is Kind.WAIT and self.has_ended(place))
-        return movable and self.graph.backward[place] is self.graph.backward[before]
+        may_move = kind in (Kind.PLAIN, Kind.FREE) or (kind is Kind.WAIT and self.has_ended(place))
+        return may_move and self.graph.backward[place] is self.graph.backward[before]
 
     def _path_to(self, place: int) -> list[int] | None:
-        """Return a node and what of its inputs has not run, in order; None if these are many."""
+        """Return a node and those of its inputs that have not run, in order; None if too many."""
         seen = {place}
         stack = [place]
         while stack:
@@ -423,29 +451,29 @@ class Scheduler:
         return sorted(seen)
 
     def _fill(self, place: int, until: float) -> None:
-        """Run later nodes whose inputs have run, where compute would wait."""
+        """Run later nodes whose inputs have run, while compute would wait until a time."""
         if until <= self.now or self.ready:
             return
         graph = self.graph
-        ready: set[int] = set()
-        passed = 0
+        free: set[int] = set()  # later nodes that take no time and could run
+        num_overtaken = 0  # heavy nodes
         for later in range(place, min(place + _WINDOW, len(graph.nodes))):
             if self.done[later] or later in self.deferred:
                 continue
-            passed += graph.heavy[later]
-            if passed > self.options.max_consecutive_compute:
+            num_overtaken += graph.heavy[later]
+            if num_overtaken > self.options.max_consecutive_compute:
                 return
             if later == place or graph.kind[later] not in (Kind.PLAIN, Kind.FREE):
                 continue
             if graph.backward[later] is not graph.backward[place]:
                 continue
-            if not all(self.done[p] or p in ready for p in graph.reads[later]):
+            if not all(self.done[p] or p in free for p in graph.reads[later]):
                 continue
             if not graph.seconds[later]:
-                ready.add(later)
+                free.add(later)
                 continue
             path = self._path_to(later)
             if path is not None and self.run_early(path, place):
-                passed -= graph.heavy[later]
+                num_overtaken -= graph.heavy[later]
                 if self.now >= until or self.ready:
                     return

@@ -1,4 +1,4 @@
 """Choose what backward keeps, recomputes and gathers again, for the least time in a memory limit.
 
-Decisions only: `rematerialize` acts on the tags.
+Only decides: `rematerialize` acts on the tags.
 """
