@@ -15,7 +15,8 @@ one batch as training would, captures the step and runs compile.passes with veri
 and after each pass the ranks run the graph, with its collectives, on small values that are made up,
 and compare loss, gradients and written inputs. The first pass that changes one is an error that
 names the result, by how much it differs, and the first node that differs. No step is taken, and no
-checkpoint is read or written. `gt.check_capture` compares the captured step with the model itself.
+checkpoint is read or written; logs go to the folder bisect_passes in dump_folder.
+`gt.check_capture` compares the captured step with the model itself.
 
 All flags belong to the config, as those of `train` do; `graph-trainer train --help` lists them.
 GPUs are not used. NGPU says how many ranks there are; without it, as many as the degrees of
@@ -76,12 +77,16 @@ def verify(argv: Sequence[str]) -> None:
     """
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.console import set_up_console
+    from graph_trainer.titan.output_folders import check_output_folders
     from graph_trainer.titan.trainer import GraphTrainer
 
     config = load_config(argv)
     config.compile = replace(
         config.compile, verify_passes=True, mode="aot_fx_trace", backend="eager"
     )
+    # a folder of its own: the config and the logs of the run stay as they are
+    config.dump_folder = os.path.join(config.dump_folder, "bisect_passes")
+    check_output_folders(config)
     import torch.distributed as dist
     from torchtitan.tools.logging import init_logger
 

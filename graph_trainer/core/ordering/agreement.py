@@ -99,7 +99,9 @@ class Agreement:
             if self.is_apart:
                 publish_failure(f"could not {doing} again, {error_text}")
             elif not self._received_failure:
-                self._exchange((error_text, None))
+                # members that wait elsewhere receive nothing: this error is the one to raise
+                with contextlib.suppress(CollectiveError):
+                    self._exchange((error_text, None))
             raise
 
     def _is_alone(self) -> bool:

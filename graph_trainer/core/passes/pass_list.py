@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
@@ -88,12 +88,22 @@ def pass_list(config: PassConfig, *, model_offloads: bool = False) -> list[Pass]
         needed[rematerialize].append(need)
         if reshard == "auto":
             needed[plan_memory].append(need)
-    if policy in ("selective", "full", "layers", "budget", "file"):
+    carrier: Pass | None
+    match policy:
+        case "none" | "user":
+            carrier = None
+        case "selective" | "full" | "layers":
+            carrier = tag_activations
+        case "budget" | "file":
+            carrier = plan_memory
+        case _:
+            assert_never(policy)
+    if carrier is not None:
         need = Need(
             f'PassConfig.activation_policy = "{policy}"',
             'set PassConfig.activation_policy = "none"',
         )
-        needed[plan_memory if policy in ("budget", "file") else tag_activations].append(need)
+        needed[carrier].append(need)
         needed[rematerialize].append(need)
     if policy == "budget" and config.allow_offload:
         needed[offload_activations].append(Need("PassConfig.allow_offload", "unset that"))
@@ -113,6 +123,11 @@ def pass_list(config: PassConfig, *, model_offloads: bool = False) -> list[Pass]
             listed = _with_needed(listed, config.disable_passes, pass_, needed[pass_])
     names = [pass_.name for pass_ in listed]
     for name, options in config.options.items():
+        if name in config.disable_passes:
+            raise PassError(
+                f"{type(options).__name__}: the pass '{name}' is disabled: take it out of "
+                "PassConfig.disable_passes, or leave its options out"
+            )
         if name not in names:
             raise PassError(
                 f"{type(options).__name__}: the pass '{name}' is not in the list: add it to "

@@ -39,7 +39,7 @@ from graph_trainer.core.graph.data_sizes import data_sizes_of, storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.agreement import Agreement, OneRank
+from graph_trainer.core.ordering.agreement import Agreement, OneRank, is_collective_failure
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.passes.report import EQUAL
@@ -140,6 +140,8 @@ class Numbers:
         try:
             self._before = self._run(copy_graph(joint))
         except Exception as error:
+            if _is_of_other_rank(error):
+                raise
             self._why_not = f"it does not run on made-up values: {_text(error)}"
         self._why_not = max(self._ranks.gather(self._why_not))
 
@@ -166,6 +168,8 @@ class Numbers:
         try:
             after = self._before = self._run(copy_graph(joint))
         except Exception as error:
+            if _is_of_other_rank(error):
+                raise
             raise VerificationError(
                 f"it does not run on the values on which it ran before: {_text(error)}"
             ) from error
@@ -273,6 +277,11 @@ class Numbers:
                 f"{on_rank}{text}. A pass keeps every bit; with changes_sums=True it may round "
                 "otherwise"
             )
+
+
+def _is_of_other_rank(error: Exception) -> bool:
+    """Return whether a collective failed, because another rank has ended or did not arrive."""
+    return isinstance(error, RuntimeError) and is_collective_failure(error)
 
 
 def _described(node: fx.Node, before: _Verified, after: _Verified) -> str:

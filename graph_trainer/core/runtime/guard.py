@@ -67,7 +67,7 @@ class ModelGuard:
             contents = vars(module)
             for name, before in captured.attributes.items():
                 now = contents.get(name)
-                if now is not before and (type(now) is not type(before) or now != before):
+                if now is not before and not _is_same_attribute(before, now):
                     raise OtherCall(
                         f"'{f'{captured.name}.{name}'.strip('.')}' was {before!r} when the graph "
                         f"was captured and is {now!r} now"
@@ -260,6 +260,20 @@ def _is_same(captured: Any, now: Any) -> bool:
     if isinstance(now, Number):  # by all its digits and its sign
         return repr(now) == repr(captured)
     return now is captured or bool(now == captured)
+
+
+def _is_same_attribute(captured: Any, now: Any) -> bool:
+    """Return whether one graph is right for two values of an attribute: constants, or flat lists,
+    tuples and dicts of them."""
+    if type(now) is not type(captured):
+        return False
+    if isinstance(now, list | tuple):
+        return len(now) == len(captured) and all(map(_is_same, captured, now))
+    if isinstance(now, dict):
+        return now.keys() == captured.keys() and all(
+            _is_same(value, now[key]) for key, value in captured.items()
+        )
+    return _is_same(captured, now)
 
 
 def _other_module(module: nn.Module, captured: CapturedModule) -> str:

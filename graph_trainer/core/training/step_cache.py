@@ -185,7 +185,9 @@ class TrainStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program,
         with its `difference` from the one used last."""
         first, together = not self._programs, program is None
-        self.on_event(f"Capturing the {'train step' if self.backward else 'step without backward'}")
+        why = f" again on all ranks, because {difference}" if together and not first else ""
+        what = "train step" if self.backward else "step without backward"
+        self.on_event(f"Capturing the {what}{why}")
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
         with agreement.errors_sent():

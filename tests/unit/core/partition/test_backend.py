@@ -264,7 +264,7 @@ def test_bits_are_eagers_with_pytorchs_partitioner_too(name, settings):
 
 
 def test_without_our_partitioner_it_decides_otherwise(monkeypatch):
-    from graph_trainer.core.partition import backend as room
+    from graph_trainer.core.partition import torch_compile_backend as room
     from graph_trainer.core.torch_private_compile import standard_partition
 
     monkeypatch.setitem(room.PARTITIONS, "tags", standard_partition)

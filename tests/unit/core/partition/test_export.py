@@ -13,7 +13,7 @@ import graph_trainer as gt
 from benchmarks.halves import peaks_of
 from graph_trainer.core.graph.annotations import set_recompute_policy
 from graph_trainer.core.graph.ops import is_collective, is_wait
-from graph_trainer.core.partition import export as room
+from graph_trainer.core.partition import exported_step as room
 from graph_trainer.core.passes import pipeline
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards

@@ -44,6 +44,8 @@ def tied(model: nn.Module) -> None:
         (lambda m: m[0].sizes.append(2), r"'0.sizes' was \[1, .* and is \[1, .*, 2\] now"),
         (lambda m: m[0].factors.update(a=0.1), r"'0.factors' was .*0.5.* is .*0.1.* now"),
         (lambda m: setattr(m[0], "sizes", (1, "a")), "'0.sizes' was"),
+        (lambda m: m[0].sizes.__setitem__(0, True), r"'0.sizes' was \[1, .* is \[True, .* now"),
+        (lambda m: m[0].factors.update(a=-0.0), "'0.factors' was"),
         (lambda m: m.__setitem__(1, nn.ReLU()), "module '1' was a Dropout .* is a ReLU now"),
         (lambda m: setattr(m[0], "bias", None), "parameter '0.bias' was a tensor"),
         (lambda m: setattr(m[0], "forward", lambda x: x), "replaced forwards"),
