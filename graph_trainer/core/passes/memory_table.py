@@ -1,4 +1,4 @@
-"""What backward keeps, by block and op: decided by a plan of memory, or given by a user."""
+"""The results that backward keeps, by block and op, from a plan of memory or a user's file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KeptOp:
-    """An op of the blocks, and where its results are kept."""
+    """An op of the blocks, and the blocks in which its results are kept."""
 
     module: str
     """FQN of its module below the block, "" for the block itself."""
@@ -17,9 +17,9 @@ class KeptOp:
     keep_in: tuple[str, ...]
     """FQNs of the blocks, in order."""
     mib: float = 0.0
-    """What keeping its results takes, in one block of one rank."""
+    """MiB of its results, in one block of one rank."""
     milliseconds: float = 0.0
-    """What running it again takes."""
+    """The time of running it again."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -28,10 +28,10 @@ class KeptOp:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable:
-    """What is kept of each block; and which parameters, where that is decided too."""
+    """The ops of blocks and the parameters that are kept until backward."""
 
     rows: tuple[KeptOp, ...]
     parameters: tuple[str, ...] | None = None
-    """FQNs of those that stay unsharded until backward; None where another pass decides."""
+    """FQNs of parameters that stay unsharded until backward; None if another pass decides."""
     offloaded: tuple[str, ...] = ()
-    """FQNs of the blocks whose inputs wait in host memory for backward."""
+    """FQNs of the blocks whose inputs are kept in host memory until backward."""

@@ -98,7 +98,9 @@ def _start_early(
     """Move each launch up to the wait that ends an earlier gather. `position` is the old one."""
     launches = sorted(launches, key=lambda launch: position[launch[-1]])
     # the wait for a gather does not move
-    waits = [min(position[user] for user in launch[-1].users) for launch in launches]
+    waits = []
+    for launch in launches:
+        waits.append(min(position[user] for user in launch[-1].users))
     nodes = list(position)
     anchor = 0
     for index, launch in enumerate(launches):
