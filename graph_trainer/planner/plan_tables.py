@@ -89,10 +89,13 @@ def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
     shown: list[list[Text]] = []
     table = plain_table("What each pass does")
     table.add_column("after", no_wrap=True)
+    counts = []
     for name, kind, values in _ledger_columns(ledger):
         unit = measure(kind, values)
         heading = name.replace("-", "-\n") if kind == "count" else f"{name}\n{unit.unit}"
         table.add_column(heading, justify="right")
+        if kind == "count":
+            counts.append(table.columns[-1])
         cells = [Text(unit.digits(values[0]))]
         for before, now in pairwise(values):
             change = unit.digits(now - before)
@@ -101,7 +104,7 @@ def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
                 cells[-1].append(f"\n{'' if now < before else '+'}{change}", style="dim")
         shown.append(cells)
     moved = tuple(column for column in table.columns if str(column.header).startswith("moved"))
-    nodes, *kinds = (column for column in table.columns[1:-3] if column not in moved)
+    nodes, *kinds = counts
     table.optional = (moved, (nodes,), tuple(kinds))
     idle = []
     for row, *cells in zip(ledger, *shown, strict=True):
