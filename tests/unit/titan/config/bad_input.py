@@ -81,8 +81,8 @@ IN_FILES = (
     ),
     Bad("dataloader.sources = 3", 'It belongs to type = "huggingface_interleaved"'),
     Bad(
-        "compile.overlap_fsdp = { in_flight = 8 }: the pass 'overlap_fsdp' is not in the list",
-        "add it to compile.passes, or leave its options out.",
+        "compile.overlap_fsdp = { in_flight = 8 }: the pass 'overlap_fsdp' is disabled",
+        "take it out of compile.disable_passes, or leave its options out.",
         f'{OVERLAPPED}disable_passes = ["overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 8',
     ),
     Bad(

@@ -161,7 +161,7 @@ def test_help_schema_and_table_show_it(in_file, tmp_path, capsys):
         (OPTIONS, ["compile.keep_small_unshards", "unknown key", "where compile.passes names it"]),
         (
             LISTED + 'disable_passes = ["keep_small_unshards"]\n' + OPTIONS,
-            ["compile.keep_small_unshards = { max_kib = 8 }: ", "compile.passes"],
+            ["compile.keep_small_unshards = { max_kib = 8 }: ", "compile.disable_passes"],
         ),
     ],
 )
