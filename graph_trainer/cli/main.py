@@ -217,7 +217,7 @@ _COMMANDS = {
         "plan_command:main",
         "say what a run will communicate, need and take, without running it",
     ),
-    "export": ("export:main", "write a checkpoint's model as from_pretrained reads it"),
+    "export": ("export_command:main", "write a checkpoint's model as from_pretrained reads it"),
     "config": (
         "main:print_config",
         "print the resolved config as TOML, or with --schema its JSON schema",
