@@ -258,7 +258,7 @@ def _check_together(flags: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined."""
 
     def first_flag(*names: str) -> str:
-        """Return the first of these flags that is first_flag, or ""."""
+        """Return the first of these flags that the command line has, or ""."""
         return next((f"--{name.replace('_', '-')}" for name in names if getattr(flags, name)), "")
 
     only_ours = first_flag("save", "verify_order", "memory_curve", "table")

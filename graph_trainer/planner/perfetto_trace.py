@@ -201,15 +201,15 @@ def _args(slice_: Slice) -> dict[str, Any]:
     if slice_.cost is not None:
         args |= {"bytes": slice_.bytes, "flops": slice_.cost.flops}
     if slice_.collective is not None:
-        of = slice_.collective
-        phase, module = phase or of.phase, module or of.module
+        collective = slice_.collective
+        phase, module = phase or collective.phase, module or collective.module
         args |= {
             "role": slice_.traffic.value if slice_.traffic else None,
-            "parameter": of.parameter,
-            "collective": of.node.name,
+            "parameter": collective.parameter,
+            "collective": collective.node.name,
             "bytes": slice_.bytes,
-            "dtype": str(of.dtype),
-            "ranks": len(of.ranks),
+            "dtype": str(collective.dtype),
+            "ranks": len(collective.ranks),
         }
     if slice_.kind == WAIT:
         args["holds_up"] = slice_.delayed.name if slice_.delayed else "the end of the step"

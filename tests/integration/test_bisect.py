@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ sys.exit(bisect_passes(sys.argv[1:], worker="tests.integration.bisect_worker"))
 class Launched(NamedTuple):
     code: int
     err: str
+    folder: Path
     ranks: list[dict[str, Any]]
 
 
@@ -44,7 +46,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     )
     files = [folder / f"{rank}.json" for rank in range(RANKS)]
     assert all(file.exists() for file in files), f"{done.stdout}\n{done.stderr}"
-    return Launched(done.returncode, done.stderr, [json.loads(file.read_text()) for file in files])
+    ranks = [json.loads(file.read_text()) for file in files]
+    return Launched(done.returncode, done.stderr, folder, ranks)
+
+
+def test_the_folder_of_the_run_keeps_its_config(launched: Launched) -> None:
+    assert (launched.folder / "bisect_passes" / "config.toml").exists()
+    assert not (launched.folder / "config.toml").exists()
 
 
 def test_the_wrong_pass_and_its_node_are_named(launched: Launched) -> None:

@@ -8,6 +8,8 @@ that a part of another rank is not taken for one of this rank.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.node_digests import Observe, Observed
+from graph_trainer.core.analysis.node_digests import Observe, Observed, run_graph
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.collective_kinds import KINDS, Effect, kind_of_op
 from graph_trainer.core.graph.data_sizes import storage_bytes
@@ -194,7 +196,9 @@ def run(
     Returns:
         copies of what the graph returns and, after them, what it leaves in its inputs.
     """
-    inputs = values_for(joint) if values is None else [value.clone() for value in values]
-    with same_random_numbers(), torch.no_grad():
-        outputs = OneProcess(joint.graph_module, alike=alike).run(*inputs)
-    return [output.clone() for output in outputs] + inputs
+    simulated = functools.partial(OneProcess, alike=alike)
+    with same_random_numbers():
+        results = run_graph(
+            joint, values_for(joint) if values is None else values, interpreter=simulated
+        ).results
+    return list(itertools.chain.from_iterable(results.values()))

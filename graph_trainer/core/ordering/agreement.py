@@ -150,9 +150,15 @@ def reason_of(error: RuntimeError) -> str:
 
 
 def publish_failure(text: str) -> None:
-    """Publish why this rank ends, for the other ranks, because their collectives will fail."""
+    """Publish why this rank ends, or waits for the others, whose collectives will then fail."""
     if dist.is_initialized() and dist.get_backend() != "fake":
         default_store().set(_FAILURE, f"rank {dist.get_rank()} {text}")
+
+
+def withdraw_failure() -> None:
+    """Take back what a rank has published, when the other ranks have arrived."""
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        default_store().delete_key(_FAILURE)
 
 
 def published_failure() -> str:

@@ -113,8 +113,11 @@ class PartitionedStep(nn.Module):
             if tensors is None:
                 tensors = self.checked_tensors(args, kwargs)
             return self.returned(self.call_on_tensors(*tensors))
+        return self.run(self._guard.tensors(self.model, args, kwargs))
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Run the forward graph on the tensors of a call that has been compared; see `forward`."""
         self._check_ranks()
-        tensors = self._guard.tensors(self.model, args, kwargs)
         values = self._guard.values(tensors)
         if torch.is_grad_enabled() and self._gradients:
             parameters = self._trained(tensors)

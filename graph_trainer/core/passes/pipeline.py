@@ -148,8 +148,12 @@ def pass_by_pass(
         changed = not is_same_state(before_pass, state)
         simulates = step.graph_pass.needs_hardware(step.options, config)
         if simulated_on and simulates and (changed or joint.remarks):
-            joint.remarks[:1] = ["; ".join([*joint.remarks[:1], f"simulated on {simulated_on}"])]
-            simulated_on = ""  # said once
+            where = f"simulated on {simulated_on}"
+            if joint.remarks:
+                joint.remarks[0] += f"; {where}"
+            else:
+                joint.remarks.append(where)
+            simulated_on = ""  # one row names it
         done = PassRun(
             *(name, seconds),
             changed=changed,
@@ -199,25 +203,28 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     partitioner decides. A PassError as of `run_passes`, or where the config needs other passes.
     """
     selected = pass_list(config)
-    tags = [p for p in selected if p.stage is Stage.TAG]
-    asked = {
-        f'activation_policy = "{config.activation_policy}"': config.activation_policy == "budget",
-        'reshard_after_forward = "auto"': config.reshard_after_forward == "auto",
-        "allow_offload": config.allow_offload,
-        "memory_limit_gib": config.memory_limit_gib is not None,
-        "verify_passes": config.verify_passes,
-    }
-    asked |= {
-        f"the pass '{p.name}' (stage {p.stage.name})": p not in tags
-        for p in selected
-        if not p.default or p.name not in registered_passes()
-    }
-    names = {p.name for p in tags}
-    asked |= {f"options of '{name}'": name not in names for name in config.options}
-    if too_late := [what for what, is_asked in asked.items() if is_asked]:
+    tags = [pass_ for pass_ in selected if pass_.stage is Stage.TAG]
+    without_effect: list[str] = []
+    if config.activation_policy == "budget":
+        without_effect.append('activation_policy = "budget"')
+    if config.reshard_after_forward == "auto":
+        without_effect.append('reshard_after_forward = "auto"')
+    if config.allow_offload:
+        without_effect.append("allow_offload")
+    if config.memory_limit_gib is not None:
+        without_effect.append("memory_limit_gib")
+    if config.verify_passes:
+        without_effect.append("verify_passes")
+    for pass_ in selected:
+        is_listed_by_user = not pass_.default or pass_.name not in registered_passes()
+        if is_listed_by_user and pass_ not in tags:
+            without_effect.append(f"the pass '{pass_.name}' (stage {pass_.stage.name})")
+    names = {pass_.name for pass_ in tags}
+    without_effect += [f"options of '{name}'" for name in config.options if name not in names]
+    if without_effect:
         raise PassError(
-            f"{too_late[0]} would have no effect on an exported step, of which only passes of "
-            "stage TAG run: give it to run_passes, before gt.partition"
+            f"{without_effect[0]} would have no effect on an exported step, of which only passes "
+            "of stage TAG run: give it to run_passes, before gt.partition"
         )
     steps, *_ = _prepare(joint, config, tags, OneRank())
     for step in steps:
@@ -257,7 +264,7 @@ def _prepare(
         hardware, why, _ = detect_on_all_ranks(joint, agreement)
     shared = PassContext(settings=config, agreement=agreement, hardware=hardware)
     steps: list[PassStep] = []
-    for pass_ in reversed(selected):  # the last first, as pass_ knows those after it
+    for pass_ in reversed(selected):  # from the last: a context has the passes after its own
 
         def run_later_passes(
             joint: JointGraph, before: Stage | None = None, later: Sequence[PassStep] = tuple(steps)

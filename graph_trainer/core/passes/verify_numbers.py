@@ -39,14 +39,19 @@ from graph_trainer.core.graph.data_sizes import data_sizes_of, storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.agreement import Agreement, OneRank, is_collective_failure
+from graph_trainer.core.ordering.agreement import (
+    Agreement,
+    OneRank,
+    is_collective_failure,
+    reason_of,
+)
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.passes.report import EQUAL
 from graph_trainer.core.tensor_diff import Difference, Results, compare, tensors_in
 from graph_trainer.core.torch_private import FakeTensor, FakeTensorMode, detect_fake_mode
 from graph_trainer.core.units import GIB
-from graph_trainer.errors import VerificationError
+from graph_trainer.errors import CollectiveError, VerificationError
 
 NOT_COMPARED = "numbers not compared: "
 """How a reason begins."""
@@ -140,8 +145,7 @@ class Numbers:
         try:
             self._before = self._run(copy_graph(joint))
         except Exception as error:
-            if _is_of_other_rank(error):
-                raise
+            _raise_if_of_other_rank(error)
             self._why_not = f"it does not run on made-up values: {_text(error)}"
         self._why_not = max(self._ranks.gather(self._why_not))
 
@@ -168,8 +172,7 @@ class Numbers:
         try:
             after = self._before = self._run(copy_graph(joint))
         except Exception as error:
-            if _is_of_other_rank(error):
-                raise
+            _raise_if_of_other_rank(error)
             raise VerificationError(
                 f"it does not run on the values on which it ran before: {_text(error)}"
             ) from error
@@ -279,9 +282,11 @@ class Numbers:
             )
 
 
-def _is_of_other_rank(error: Exception) -> bool:
-    """Return whether a collective failed, because another rank has ended or did not arrive."""
-    return isinstance(error, RuntimeError) and is_collective_failure(error)
+def _raise_if_of_other_rank(error: Exception) -> None:
+    """Raise a CollectiveError where another rank has ended or did not arrive."""
+    if isinstance(error, RuntimeError) and is_collective_failure(error):
+        place = "a collective of the graph that verify_passes runs"
+        raise CollectiveError(place, reason_of(error)) from error
 
 
 def _described(node: fx.Node, before: _Verified, after: _Verified) -> str:

@@ -15,9 +15,15 @@ from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.graph.captured_call import flatten
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.ordering.agreement import Agreement, OneRank, published_failure
+from graph_trainer.core.ordering.agreement import (
+    Agreement,
+    OneRank,
+    publish_failure,
+    published_failure,
+    withdraw_failure,
+)
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
-from graph_trainer.core.partition.partitioned_step import partition
+from graph_trainer.core.partition.partitioned_step import PartitionedStep, partition
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.report import Report
@@ -27,14 +33,31 @@ from graph_trainer.errors import CollectiveError, VerificationError
 
 
 class _Partitioned:
-    """A partitioned step and its backward. The step compares its calls itself."""
+    """A partitioned step and its backward.
 
-    def __init__(self, joint: JointGraph, step: Callable[..., torch.Tensor]) -> None:
+    Args:
+        step: the partitioned step, which runs on the tensors of a call.
+        compiled: what torch.compile made of it, which takes the call itself and compares it again
+            inside its graph; None without.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        step: PartitionedStep,
+        compiled: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
         self.joint = joint
-        self.step = step
+        self._step = step
+        self._compiled = compiled
 
-    def run(self, args: Any, kwargs: Any) -> tuple[torch.Tensor, Gradients]:
-        loss = self.step(*args, **kwargs)
+    def run(
+        self, tensors: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> tuple[torch.Tensor, Gradients]:
+        if self._compiled is None:
+            loss = self._step.run(tensors)
+        else:
+            loss = self._compiled(*args, **kwargs)
         loss.backward()
         return loss.detach(), {}
 
@@ -123,7 +146,7 @@ class TrainStep:
         kept, tensors = self._step_for(model, args, kwargs)
         try:
             if isinstance(kept.step, _Partitioned):
-                return kept.step.run(args, kwargs)
+                return kept.step.run(tensors, args, kwargs)
             return kept.step.run(kept.guard.values(tensors))
         except CollectiveError as error:
             failure = published_failure()
@@ -185,9 +208,14 @@ class TrainStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program,
         with its `difference` from the one used last."""
         first, together = not self._programs, program is None
-        why = f" again on all ranks, because {difference}" if together and not first else ""
         what = "train step" if self.backward else "step without backward"
-        self.on_event(f"Capturing the {what}{why}")
+        because = f", because {difference}" if together and not first else ""
+        if because:
+            self.on_event(f"Capturing the {what} again on all ranks{because}")
+            # ranks that see no difference raise this when their collectives time out
+            publish_failure(f"waits for the others to capture the {what} again{because}")
+        else:
+            self.on_event(f"Capturing the {what}")
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
         with agreement.errors_sent():
@@ -218,12 +246,13 @@ class TrainStep:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         agreement.gather(None, "compile the step")
+        if because:
+            withdraw_failure()
         leaves, _ = flatten(args, kwargs)
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        why = f", because {difference}" if together else ""
-        what = "" if first else f"Captured again for batch {shapes}{why}: "
+        summary = "" if first else f"Captured again for batch {shapes}{because}: "
         self.on_event(
-            f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
+            f"{summary}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
             f"{passed - captured:.1f} s, order check {checked - passed:.1f} s, backend "
             f"'{self.backend}' {compiled - checked:.1f} s"
         )
@@ -234,8 +263,8 @@ class TrainStep:
         self, joint: JointGraph, model: nn.Module, args: Any, kwargs: Any, together: bool
     ) -> _Partitioned:
         if self.partition == "tags" and self.backend != "inductor":
-            run = partition(joint, model, self.backend, compare_ranks=together)
-            return _Partitioned(joint, run)
+            step = partition(joint, model, self.backend, compare_ranks=together)
+            return _Partitioned(joint, step)
         # imports torch._dynamo, for seconds
         from graph_trainer.core.partition.exported_step import ExportedStep
 
@@ -246,4 +275,4 @@ class TrainStep:
             compiled = exported.compile(
                 partition=self.partition, compiler=self.backend, compare_ranks=together
             )
-        return _Partitioned(joint, compiled)
+        return _Partitioned(joint, step, compiled)

@@ -17,6 +17,7 @@ from graph_trainer.core.ordering.exchange import (
     summary_of,
 )
 from graph_trainer.core.ordering.members import disagreeing_members
+from graph_trainer.errors import CollectiveError
 from graph_trainer.testing import Builder
 from tests.unit.core.ordering.front_ends import GATHER, at_once, exchanged
 from tests.unit.fake_ranks import in_threads
@@ -85,6 +86,19 @@ def test_a_rank_that_agrees_on_a_number_while_another_hands_out_its_order():
 
     found = in_threads(2, fail)
     assert found == [error, None], "no rank waits for this one any more"
+
+
+def test_an_error_is_raised_where_other_ranks_cannot_receive_it():
+    """They are in a collective of their graph and not in the exchange."""
+    lost = CollectiveError("the exchange", "timed out")
+    error = ValueError("its own")
+    agreement = Agreement()
+    with (
+        mock.patch.object(agreement, "_exchange", side_effect=lost),
+        pytest.raises(ValueError, match="its own"),
+        agreement.errors_sent(),
+    ):
+        raise error
 
 
 def test_the_largest_number_of_all_ranks():

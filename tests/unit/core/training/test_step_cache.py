@@ -92,7 +92,11 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
-def test_another_call_gets_another_graph_and_the_first_keeps_its_own(name):
+def test_another_call_gets_another_graph_and_the_first_keeps_its_own(name, monkeypatch):
+    published: list[str] = []
+    module = "graph_trainer.core.training.step_cache"
+    monkeypatch.setattr(f"{module}.publish_failure", published.append)
+    monkeypatch.setattr(f"{module}.withdraw_failure", lambda: published.append("withdrawn"))
     recorded, model = Recorded(), Net()
     other = Net(factor=3.0) if name == "another model" else model
     args, other_args = OTHER_CALLS[name]
@@ -102,6 +106,10 @@ def test_another_call_gets_another_graph_and_the_first_keeps_its_own(name):
     first_part = PARTS[0]
     if name == "another model":
         first_part += " again on all ranks, because it is another model"
+        waiting, withdrawn = published  # for ranks on which the model is the same
+        assert waiting.endswith("because it is another model") and withdrawn == "withdrawn"
+    else:
+        assert not published
     assert parts == [first_part, *PARTS[1:]]
     assert summary.startswith("Captured again for batch [(")
     recorded.check(model, *args, captures=2)
