@@ -220,7 +220,8 @@ def _incomplete(graph: fx.Graph) -> set[fx.Node]:
         else:
             written |= touched
         maker = root[0]
-        without_values = is_collective(maker) or "empty" in str(maker.target)
+        is_empty = maker.op == "call_function" and "empty" in str(maker.target)
+        without_values = is_collective(maker) or is_empty
         if root in pending or (without_values and root not in written):
             incomplete.add(node)
     return incomplete

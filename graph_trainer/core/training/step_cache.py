@@ -118,7 +118,7 @@ class TrainStep:
     full_capture: bool | None = None
     """Whether all layers are traced, and not only some of those that are alike: see `capture`."""
     max_graphs: int = 8
-    """How many captured graphs are kept."""
+    """How many captured graphs are kept, at least 1."""
     on_event: Callable[[str], None] = lambda line: None
     """Called with a line before each part of the work on a new graph that may take seconds, and
     with a summary after it."""
