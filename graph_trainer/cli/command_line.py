@@ -44,7 +44,7 @@ def import_config_classes() -> None:
     """Import the classes of configs, torchtitan's with them, in a process that compiles nothing.
 
     torchtitan compiles FlexAttention as it is imported, for which torch imports Inductor: a quarter
-    of the time in which a mistake is told. No captured step calls it (see `_model_spec`).
+    of the time until a mistake is reported. No captured step calls it (see `_model_spec`).
     """
     from unittest.mock import patch
 

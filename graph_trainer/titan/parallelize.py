@@ -61,8 +61,8 @@ def parallelize_decoder(
     tokens already.
 
     Raises:
-        ConfigError: a parallelism that a captured step does not support. The check of a config says
-            so before any rank starts; here it is said to who makes a config in Python.
+        ConfigError: a parallelism that a captured step does not support, for configs that are made
+            in Python: the check of a config file refuses it before any rank starts.
     """
     sections = {"parallelism": parallelism, "training": training}
     for key, supported in SUPPORTED.items():

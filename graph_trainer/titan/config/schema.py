@@ -256,7 +256,7 @@ quotes, a list of texts is a,b,c, and None means no value. The keys, and their v
 
 _OWN = {
     "train": """\
---dry-run      check everything, print the config, the ranks and what the run will need, and end
+--dry-run      check the config, print it, the ranks and what the run will need, and end
 --plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
                show predicted beside measured; give its --config and flags again
 """,
