@@ -15,6 +15,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.partition.repartition import PARTITIONS, repartition, repartition_by_min_cut
 from graph_trainer.core.training import step_cache
+from graph_trainer.core.training.step_cache import TrainStep
 from tests.integration.matrix import FP32, FSDP2_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
 
@@ -35,12 +36,14 @@ def run(folder: Path, _: str) -> dict[str, Any]:
     first: list[tuple[int, int, int]] = []
     again: list[tuple[int, int, int]] = []
 
-    def twice(graph: JointGraph, *args: Any, **how: Any) -> Any:
-        step = gt.partition(graph, *args, **how)
-        halves = step.halves
-        counts = [gathers(half.graph) for half in (halves.forward, halves.backward)]
-        first.append((*counts, halves.saved_bytes()))
-        return torch.compile(step, backend=gt.backend("eager", on_partition=see))
+    once = TrainStep._partitioned
+
+    def compiled_again(train_step: TrainStep, joint: JointGraph, *call: Any) -> Any:
+        step = once(train_step, joint, *call)._step
+        counts = [gathers(half.graph) for half in (step.halves.forward, step.halves.backward)]
+        first.append((*counts, step.halves.saved_bytes()))
+        compiled = torch.compile(step, backend=gt.backend("eager", on_partition=see))
+        return step_cache._Partitioned(joint, step, compiled)
 
     def see(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
@@ -48,17 +51,17 @@ def run(folder: Path, _: str) -> dict[str, Any]:
         kept = bytes_kept(forward.graph, [n for n in returned if n.name in taken])
         again.append((gathers(forward.graph), gathers(backward.graph), kept))
 
-    with mock.patch.object(step_cache, "partition", twice):
+    with mock.patch.object(TrainStep, "_partitioned", compiled_again):
         compiled = Recorded(flags | PARTITIONED, folder).run()
     runs = {"joint": joint, "partitioned": partitioned, "compiled": compiled}
     result = {
-        "differing": {name: differing(eager, each) for name, each in runs.items()},
-        "gradients": {name: len(each.gradients[0]) for name, each in runs.items()},
+        "differing": {name: differing(eager, run) for name, run in runs.items()},
+        "gradients": {name: len(run.gradients[0]) for name, run in runs.items()},
         "first": first,
         "again": again,
     }
-    for each in (eager, *runs.values()):
-        each.close()
+    for trained in (eager, *runs.values()):
+        trained.close()
     return result
 
 

@@ -160,8 +160,10 @@ class _Unshard(torch.autograd.Function):
                 if sharding.dim:
                     grad = grad.movedim(sharding.dim, 0)
                 num_padded = sharding.rows_per_rank * sharding.shard_group.size()
-                padded = _pad_rows(grad.contiguous(), num_padded)
-                grad = reduce_scatter(padded, sharding.shard_group)
+                # without a name, the padded gradient is freed as soon as it is reduced
+                grad = reduce_scatter(
+                    _pad_rows(grad.contiguous(), num_padded), sharding.shard_group
+                )
                 if sharding.rows_per_rank != sharding.local_rows:
                     grad = grad.narrow(0, 0, sharding.local_rows)
                 if sharding.dim:
