@@ -40,6 +40,8 @@ class LedgerRow(PassRun):
     step_seconds: float
     """Forward, loss and backward of one microbatch."""
     exposed_seconds: dict[Traffic, float]
+    host_wait_seconds: float
+    """The seconds that compute waits for the host to issue its next node."""
 
     @property
     def exposed(self) -> float:
@@ -87,4 +89,5 @@ def row_of(simulation: Simulation, run: PassRun = _NO_PASS) -> LedgerRow:
         peak_bytes=simulation.memory.peak_bytes,
         step_seconds=simulation.timeline.step_seconds,
         exposed_seconds=simulation.timeline.exposed_seconds(),
+        host_wait_seconds=simulation.timeline.host_wait_seconds,
     )

@@ -20,7 +20,7 @@ from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import Cost
 from graph_trainer.core.simulation.simulate import Simulation
-from graph_trainer.core.simulation.timeline import COMPUTE
+from graph_trainer.core.simulation.timeline import COMPUTE, HOST
 from graph_trainer.planner.plan import Plan, versions
 
 WAITS = "exposed waits"
@@ -39,7 +39,7 @@ class Slice:
     """
 
     track: str
-    """COMPUTE, the name of a process group's or a host link's stream, or WAITS."""
+    """COMPUTE, HOST, the name of a process group's or a host link's stream, or WAITS."""
     node: fx.Node
     start: int
     end: int
@@ -54,9 +54,11 @@ class Slice:
 
     @property
     def kind(self) -> str:
-        """A kind of compute, the purpose of a collective that runs, or WAIT."""
+        """A kind of compute, the purpose of a collective that runs, HOST or WAIT."""
         if self.track == WAITS:
             return WAIT
+        if self.track == HOST:
+            return HOST
         if self.traffic is not None:
             return self.traffic.value
         return self.cost.kind.value if self.cost is not None else ""
@@ -77,7 +79,9 @@ def slices(simulation: Simulation) -> Iterator[Slice]:
     for event in timeline.events:
         node = event.node
         span = (nanoseconds(event.start), nanoseconds(event.start + event.seconds))
-        if node in issued and event.stream != COMPUTE:
+        if event.stream == HOST:
+            yield Slice(HOST, node, *span)
+        elif node in issued and event.stream != COMPUTE:
             yield Slice(event.stream, node, *span, collective=issued[node], traffic=traffic[node])
         else:
             yield Slice(event.stream, node, *span, simulation.costs[node])
@@ -96,9 +100,11 @@ def slices(simulation: Simulation) -> Iterator[Slice]:
 
 
 def tracks(simulation: Simulation) -> list[str]:
-    """List compute, every other stream in the order of first use, and the exposed waits."""
-    streams = dict.fromkeys(e.stream for e in simulation.timeline.events if e.stream != COMPUTE)
-    return [COMPUTE, *streams, WAITS]
+    """List compute, the host if it takes time, every other stream in the order of first use, and
+    the exposed waits."""
+    streams = dict.fromkeys(e.stream for e in simulation.timeline.events)
+    first = [COMPUTE, HOST] if HOST in streams else [COMPUTE]
+    return [*first, *(stream for stream in streams if stream not in first), WAITS]
 
 
 def nanoseconds(seconds: float) -> int:
@@ -109,10 +115,10 @@ def nanoseconds(seconds: float) -> int:
 def write_trace(plan: Plan, file: IO[str]) -> None:
     """Write a plan's streams and memory in Chrome's trace format, one event per line.
 
-    There is one thread for compute, one for the stream of each process group and of each direction
-    of the link to host memory, and one for exposed waits. An arrow leads from a collective to the
-    wait that it blocks. A counter shows the bytes of each category of memory. Times are in
-    microseconds.
+    There is one thread for compute, one for the host, one for the stream of each process group and
+    of each direction of the link to host memory, and one for exposed waits. An arrow leads from a
+    collective to the wait that it blocks. A counter shows the bytes of each category of memory.
+    Times are in microseconds.
     """
     about = {"plan": plan.headline} | versions()
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))

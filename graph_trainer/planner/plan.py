@@ -24,6 +24,7 @@ from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.host import Checkpoints, Dispatch
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
 from graph_trainer.core.units import GIB
@@ -35,6 +36,8 @@ from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
+
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
 
 
 class LoadConfig(Protocol):
@@ -254,7 +257,13 @@ def make_plan(
             options={overlap_fsdp.name: options},
         )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
-    look = partial(simulate, hardware=hardware, other=passes.other_memory(joint), runtime=runtime)
+    look = partial(
+        simulate,
+        hardware=hardware,
+        other=passes.other_memory(joint),
+        runtime=runtime,
+        dispatch=_dispatch(config),
+    )
     if every_pass:
         rows, simulation = ledger(joint, passes, look, on_pass=on_progress, agreement=agreement)
     else:
@@ -266,6 +275,16 @@ def make_plan(
         rows = [row_of(simulation, last)]
     plan = plan_of(config, run, passes, rows, simulation)
     return replace(plan, captures=captures, decided_on=tuple(agreement.numbers))
+
+
+def _dispatch(config: GraphTrainerConfig) -> Dispatch:
+    """Return what the ops of torchtitan's program pass on the host."""
+    checkpoints = Checkpoints.NONE
+    if isinstance(config.activation_checkpoint, SelectiveAC.Config):
+        checkpoints = Checkpoints.SELECTIVE
+    elif isinstance(config.activation_checkpoint, FullAC.Config):
+        checkpoints = Checkpoints.FULL
+    return Dispatch(config.parallelism.tensor_parallel_degree > 1, checkpoints)
 
 
 def plan_of(
@@ -283,10 +302,6 @@ def plan_of(
     """
     joint, hardware, training = simulation.joint, simulation.hardware, config.training
     repeats = microbatches(config, run.data_parallel_degree)
-    # Clipping reads every gradient for the norm, then reads and writes it to scale it. A fused
-    # optimizer reads parameters and gradients and writes parameters: 6 in all. It also reads and
-    # writes its states: 2.
-    moved = 6 * trained_bytes(joint) + 2 * passes.other_memory(joint).optimizer_bytes
     limit = passes.memory_limit_gib
     return Plan(
         config=config,
@@ -298,12 +313,28 @@ def plan_of(
         tokens_per_step=repeats * training.local_batch_size * training.seq_len,
         ranks_per_batch=run.world_size // run.data_parallel_degree,
         flops_per_token=run.flops_per_token,
-        outside_seconds=moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency),
+        outside_seconds=outside_seconds(simulation, passes.other_memory(joint).optimizer_bytes),
         limit_bytes=int(limit * GIB) if limit else None,
         need=simulation.need(),
         rows=rows,
         simulation=simulation,
     )
+
+
+def outside_seconds(simulation: Simulation, optimizer_bytes: int) -> float:
+    """Return the seconds of clipping and optimizer, from the end of the graph.
+
+    Clipping reads every gradient for the norm, then reads and writes it to scale it. A fused
+    optimizer reads parameters and gradients and writes parameters: 6 times the bytes of the
+    parameters in all. It also reads and writes its states: 2. The host issues this while the device
+    still computes, if it is ahead.
+    """
+    joint, hardware = simulation.joint, simulation.hardware
+    moved = 6 * trained_bytes(joint) + 2 * optimizer_bytes
+    device = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
+    count = sum(1 for _ in joint.gradients())
+    host = count * (hardware.host.clip_seconds + hardware.host.optimizer_seconds)
+    return max(device, host - simulation.timeline.host_lead_seconds)
 
 
 def versions() -> dict[str, str]:

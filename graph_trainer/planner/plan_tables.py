@@ -136,6 +136,8 @@ def _ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Se
     yield "peak", "bytes", [row["peak_bytes"] for row in ledger]
     yield "step", "seconds", [row["step_seconds"] for row in ledger]
     yield "exposed", "seconds", [sum(row["exposed_seconds"].values()) for row in ledger]
+    if any(waits := [row["host_wait_seconds"] for row in ledger]):
+        yield "for host", "seconds", waits
 
 
 def memory_table(peak: dict[str, Any]) -> PlainTable:

@@ -61,6 +61,7 @@ _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
 _LOSS_GRADIENT = "loss_gradient"
 _COUNTS = "counts"
+_RECOMPUTED = "recomputed"
 _PARTITION_SAVED = "partition_saved"
 _CARRIED = "partition_recompute"
 _BUCKET = "bucket"
@@ -96,6 +97,7 @@ def annotation(
     offload: bool | None = None,
     loss_gradient: int | None = None,
     counts: str | None = None,
+    recomputed: bool | None = None,
 ) -> dict[str, str]:
     """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -108,6 +110,7 @@ def annotation(
         _OFFLOAD: offload,
         _LOSS_GRADIENT: loss_gradient,
         _COUNTS: counts,
+        _RECOMPUTED: recomputed,
     }
     return {key: str(value) for key, value in entries.items() if value is not None}
 
@@ -194,6 +197,14 @@ def phase_of(node: fx.Node) -> Phase | None:
 def is_backward(node: fx.Node) -> bool:
     """Return whether a node belongs to backward."""
     return phase_of(node) is Phase.BACKWARD
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Return whether a checkpoint of the model ran a node again in backward, while it was traced.
+
+    The copies that `rematerialize` makes have no such mark.
+    """
+    return _custom(node, _RECOMPUTED) is not None
 
 
 def module_of(node: fx.Node) -> str | None:

@@ -17,6 +17,42 @@ from graph_trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the process of a rank takes, in seconds, to issue work to its device: table [host]."""
+
+    view_seconds: float
+    """An op that launches no kernel, such as a view."""
+    op_seconds: float
+    """An op of PyTorch that launches a kernel, called from Python without autograd."""
+    autograd_seconds: float
+    """What recording an op for backward adds."""
+    backward_seconds: float
+    """An op that launches a kernel, called by autograd's engine."""
+    dtensor_seconds: float
+    """What an op on DTensors adds."""
+    checkpoint_seconds: float
+    """What checkpointing adds to an op: hooks on the tensors that autograd saves."""
+    selective_seconds: float
+    """What selective checkpointing adds to that: a dispatch mode of Python."""
+    next_kernel_seconds: float
+    """A further kernel of the same op."""
+    compiled_seconds: float
+    """A kernel of a compiled program."""
+    graph_seconds: float
+    """A call of a compiled program: its guards and its arguments."""
+    start_collective_seconds: float
+    """The start of a collective."""
+    fsdp_seconds: float
+    """FSDP2's hooks around a group of parameters: to gather it, or to reduce its gradients."""
+    read_seconds: float
+    """Reading a value of the device, after the device has computed it."""
+    clip_seconds: float
+    """Clipping the gradient of one parameter, a DTensor."""
+    optimizer_seconds: float
+    """Updating one parameter, a DTensor, by a fused optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One device and its network, read from a TOML file such as those of configs/hardware."""
 
@@ -66,6 +102,8 @@ class Hardware:
     """The shortest time of a collective, with its launch."""
     collective_compute_share: float
     """Part of the device's compute units that a collective occupies while it runs."""
+    host: Host
+    """What the process of a rank takes to issue work."""
 
     @property
     def clock(self) -> float:
@@ -149,7 +187,7 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         )
     if problems:
         raise ConfigError("\n".join(f"{key} {path}: {problem}" for problem in problems))
-    hardware = Hardware(name=path.stem, **table)
+    hardware = Hardware(name=path.stem, **(table | {"host": Host(**table["host"])}))
     if hardware.power_idle_watts >= min(hardware.power_watts, hardware.power_limit_watts):
         raise ConfigError(
             f"{key} {path}: power_idle_watts = {hardware.power_idle_watts} is not below "
@@ -179,7 +217,7 @@ _MAY_BE_ZERO = {
 def _problems(key: str, value: Any) -> Iterator[str]:
     """Describe what is wrong with the value of a key."""
     setting = f"{key} = {value!r}"
-    least = 0 if key in _MAY_BE_ZERO else 1e-30
+    least = 0 if key in _MAY_BE_ZERO or key.startswith("host.") else 1e-30
     if key == "device":
         if value not in ("cuda", "cpu"):
             yield f'{setting}: write "cuda" or "cpu"'
@@ -193,6 +231,13 @@ def _problems(key: str, value: Any) -> Iterator[str]:
                 hint = did_you_mean(dtype, _DTYPES, "; did you mean {}?", known, cutoff=0.3)
                 yield f"peak_flops.{dtype}: not a dtype of torch{hint}"
             yield from _problems(f"peak_flops.{dtype}", number)
+    elif key == "host":
+        names = [f.name for f in fields(Host)]
+        if not isinstance(value, dict) or sorted(value) != sorted(names):
+            yield f"{key}: write a table of seconds with {', '.join(names)}"
+            return
+        for name, number in value.items():
+            yield from _problems(f"host.{name}", number)
     elif type(value) is int and value.bit_length() > 1000:
         yield f"{key}: a number that no machine has"
     elif type(value) not in (int, float) or not least <= value < float("inf"):

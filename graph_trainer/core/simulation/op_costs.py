@@ -49,6 +49,8 @@ class Cost(NamedTuple):
     flops: int
     bytes: int
     """Bytes read from and written to memory."""
+    launches: int = 0
+    """Kernels that are launched for it."""
 
 
 _FREE = Cost(CostKind.FREE, 0.0, 0, 0)
@@ -142,7 +144,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
                 efficiency = hardware.attention_efficiency
             seconds = max(seconds, flops / (peak * efficiency))
         least = hardware.launch_seconds if launches else 0.0
-        cost[node] = Cost(kind, max(seconds, least), flops, moved)
+        cost[node] = Cost(kind, max(seconds, least), flops, moved, int(launches))
     return cost
 
 

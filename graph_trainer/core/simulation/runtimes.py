@@ -41,6 +41,13 @@ class Runtime:
     runs_backend: bool
     """Whether a backend of graph_trainer runs the graph, and so decides what is compiled together.
     """
+    under_autograd: bool
+    """Whether autograd records the ops of forward and runs those of backward, where no compiler
+    sees them."""
+    has_hooks: bool
+    """Whether the hooks of FSDP2 gather parameters and reduce gradients, a block at a time."""
+    compiles_blocks: bool
+    """Whether every block is a compiled program that Python calls, in forward and in backward."""
     copies_buckets: bool
     """Whether gathered parameters are copied out of their bucket, on the compute stream, and
     gradients into their bucket, on the communication stream."""
@@ -90,6 +97,9 @@ GRAPH_TRAINER = Runtime(
     pools=ONE_POOL,
     keeps_saved=False,
     runs_backend=True,
+    under_autograd=False,
+    has_hooks=False,
+    compiles_blocks=False,
     copies_buckets=False,
 )
 """The joint graph as one program."""
@@ -100,6 +110,9 @@ TORCHTITAN = Runtime(
     pools=POOL_PER_STREAM,
     keeps_saved=True,
     runs_backend=False,
+    under_autograd=True,
+    has_hooks=True,
+    compiles_blocks=True,
     copies_buckets=True,
 )
 """torchtitan's train loop: FSDP2 allocates gathered parameters and reduced gradients on separate

@@ -15,6 +15,7 @@ from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.fusion import Fusion, read_until
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.host import PLAIN, Dispatch, host_seconds
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 from graph_trainer.core.simulation.timeline import Timeline, play
@@ -61,10 +62,11 @@ class Simulation:
     costs: dict[fx.Node, Cost]
     timeline: Timeline
     other: OtherMemory = NO_OTHER_MEMORY
+    dispatch: Dispatch = PLAIN
 
     def again(self) -> Simulation:
         """Simulate the same graph with the sizes to expect now (see `DataSizes`)."""
-        return simulate(self.joint, self.hardware, self.other, self.runtime)
+        return simulate(self.joint, self.hardware, self.other, self.runtime, self.dispatch)
 
     def need(self) -> Need:
         """Return the memory that the step needs on its device, as `need_of`."""
@@ -76,8 +78,12 @@ def simulate(
     hardware: Hardware,
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
+    dispatch: Dispatch = PLAIN,
 ) -> Simulation:
     """Simulate the current graph of one rank on the device of `hardware`. Linear in nodes.
+
+    Args:
+        dispatch: how the host issues what is not compiled.
 
     Raises as `collectives` does.
     """
@@ -86,8 +92,9 @@ def simulate(
         fusion = runtime.fusion(joint, other.fused, other.in_regions)
         cost = costs(joint, hardware, fusion)
         memory = predicted_memory(joint, hardware, other, runtime, fusion)
-        timeline = play(joint, issued, cost, hardware, runtime)
-    return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other)
+        issue = host_seconds(joint, cost, fusion, hardware, runtime, dispatch, other.fused)
+        timeline = play(joint, issued, cost, hardware, runtime, issue)
+    return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other, dispatch)
 
 
 def predicted_memory(

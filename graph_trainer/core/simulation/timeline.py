@@ -1,9 +1,10 @@
 """Simulate a step on its streams: one for compute, one for each process group, and one each for
-copies to host memory and for copies back."""
+copies to host memory and for copies back; and on the host, which issues what they run."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,10 +19,12 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kinds, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.host import reads_on_host
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 
 COMPUTE = "compute"
+HOST = "host"
 TO_HOST = "copies to host memory"
 FROM_HOST = "copies from host memory"
 
@@ -65,6 +68,10 @@ class Timeline:
     copy_wait_seconds: float = 0.0
     """Seconds that the compute stream is idle because a copy to host memory or back is not
     complete."""
+    host_wait_seconds: float = 0.0
+    """Seconds that the compute stream is idle because the host has not issued its next node."""
+    host_lead_seconds: float = 0.0
+    """How long before the end of the step the host has issued all of it."""
 
     def exposed_seconds(self) -> dict[Traffic, float]:
         """Return the seconds that the compute stream is idle, by purpose of the collective."""
@@ -98,8 +105,13 @@ def play(
     cost: dict[fx.Node, Cost],
     hardware: Hardware,
     runtime: Runtime = GRAPH_TRAINER,
+    host_seconds: Mapping[fx.Node, float] = {},
 ) -> Timeline:
     """Simulate a graph in its order. Linear in nodes.
+
+    The host issues one node after another. What it issues starts when its stream is free, and not
+    before it is issued. Where the host reads what a node computes, it waits for the compute stream,
+    and issues the next node after that: the stream is idle meanwhile.
 
     Compute nodes run one after another. A collective starts when the compute stream reaches it
     and the stream of its group is free. Compute continues meanwhile, and is idle at a wait until
@@ -110,6 +122,7 @@ def play(
 
     Args:
         issued, cost: the results of `collectives` and `costs`.
+        host_seconds: that of the function of this name; empty for a host that takes no time.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued, dict(joint.gradients()))
@@ -127,24 +140,31 @@ def play(
     starts: list[float] = []
     exposed: list[ExposedWait] = []
     undelayed = 0  # exposed waits from here on have no delayed node yet
-    now = 0.0
+    now = host_now = host_wait_seconds = 0.0
     for node in joint.graph.nodes:
-        starts.append(now)
         kind = kinds[node]
+        issue = host_seconds.get(node, 0.0)
+        if issue:
+            events.append(Event(node, HOST, host_now, issue))
+            host_now += issue
+            if node not in by_node and cost[node].seconds:  # the compute stream runs it
+                host_wait_seconds += max(0.0, host_now - now)
+                now = max(now, host_now)
+        starts.append(now)
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]
             seconds = collective_seconds(collective, hardware)
             if collective.role is Role.REDUCE_GRAD:  # into the bucket, before it is reduced
                 seconds += bucket_copies.pop(node)
-            start = max(now, group_free[stream])
+            start = max(now, host_now, group_free[stream])
             group_free[stream] = start + seconds
             ends[roots[node]] = (group_free[stream], collective)
             events.append(Event(node, stream, start, seconds))
         elif cost[node].kind is CostKind.HOST_COPY:
             stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
             seconds = hardware.host_copy_seconds(cost[node].bytes)
-            start = max(now, link_free[stream])
+            start = max(now, host_now, link_free[stream])
             link_free[stream] = start + seconds
             copy_end[node] = link_free[stream]
             events.append(Event(node, stream, start, seconds))
@@ -158,6 +178,11 @@ def play(
             if issuer is None:
                 continue
             end, collective = issuer
+            if end > now:
+                # until the host has issued the wait, compute is idle because of the host
+                late = max(0.0, min(host_now, end) - now)
+                host_wait_seconds += late
+                now += late
             if end > now:
                 purpose = traffic[collective.node]
                 exposed.append(ExposedWait(node, collective, purpose, end - now))
@@ -174,11 +199,23 @@ def play(
                 undelayed = len(exposed)
             events.append(Event(node, COMPUTE, now, seconds))
             now += seconds
+        if node in host_seconds and reads_on_host(node):
+            host_now = max(host_now, now) + hardware.host.read_seconds
     busy: dict[str, float] = defaultdict(float)
     for event in events:
         busy[event.stream] += event.seconds
-    end = max([now, *group_free.values(), *link_free.values()])
-    return Timeline(events, starts, end, dict(busy), exposed, copy_wait_seconds)
+    end = max([now, host_now, *group_free.values(), *link_free.values()])
+    host_wait_seconds += max(0.0, host_now - max([now, *group_free.values(), *link_free.values()]))
+    return Timeline(
+        events,
+        starts,
+        end,
+        dict(busy),
+        exposed,
+        copy_wait_seconds,
+        host_wait_seconds,
+        end - host_now,
+    )
 
 
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:

@@ -24,7 +24,7 @@ import graph_trainer as gt
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
-from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
+from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, HOST, TO_HOST
 from graph_trainer.planner import perfetto_trace as trace
 from graph_trainer.planner.html.drawn import drawn
 from graph_trainer.planner.perfetto_trace import WAITS, nanoseconds
@@ -93,7 +93,7 @@ def test_every_event_is_of_the_format(simulation):
     named = [e for e in events if e["name"] == "thread_name"]
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     names = [e["args"]["name"] for e in sorted(named, key=lambda e: order[e["tid"]])]
-    assert names == [COMPUTE, "ranks 0, 1, 2, 3", "ranks 0, 4", WAITS]
+    assert names == [COMPUTE, HOST, "ranks 0, 1, 2, 3", "ranks 0, 4", WAITS]
 
 
 def test_slices_follow_each_other_and_are_as_long_as_the_streams_are_busy(simulation):
@@ -179,7 +179,7 @@ def test_copies_to_host_memory_and_back_have_a_thread_each():
     )
     lanes = {lane["title"]: lane for lane in drawn(plan)["lanes"]}
     assert [name for name, lane in lanes.items() if not lane["group"]] == [
-        COMPUTE, TO_HOST, FROM_HOST, WAITS
+        COMPUTE, HOST, TO_HOST, FROM_HOST, WAITS
     ]  # fmt: skip
     assert len(lanes[TO_HOST]["node"]) == len(on_thread(events, TO_HOST))
 

@@ -82,7 +82,10 @@ class Scopes:
         self._stack.append((self._module, custom))
         # checkpointing runs forward again inside backward: those nodes belong to backward
         in_backward = custom.get("phase") == Phase.BACKWARD.value
-        self._write(annotation(phase=None if in_backward else Phase.FORWARD, module=fqn))
+        if in_backward:
+            self._write(annotation(module=fqn, recomputed=True))
+        else:
+            self._write(annotation(phase=Phase.FORWARD, module=fqn))
         self._remember(fqn)
 
     def _leave(self, fqn: str, *inputs_and_output: Any) -> None:

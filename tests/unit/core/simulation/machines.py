@@ -1,18 +1,23 @@
 """Hardware in round numbers, GPUs that are not there, and random graphs to play on them."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
 
 from graph_trainer.core.graph.annotations import Phase
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.hardware import Hardware, Host
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import Builder
 from tests.unit.graphs import aten, c10d
 
 GROUPS = {"a": (0, 1), "b": (0, 2)}
 """The process groups of random graphs, by name."""
+
+
+INSTANT = Host(**{f.name: 0.0 for f in fields(Host)})
+"""A host that takes no time."""
 
 
 def machine(**changes):
@@ -41,6 +46,7 @@ def machine(**changes):
         "host_memory_gib": 8.0,
         "collective_seconds": 0.0,
         "collective_compute_share": 0.0,
+        "host": INSTANT,
     }
     return Hardware(**(values | changes))
 
