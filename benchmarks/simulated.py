@@ -22,7 +22,7 @@ from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from graph_trainer.core.passes.pipeline import run_before
 from graph_trainer.core.simulation.collective_costs import collective_seconds
-from graph_trainer.core.simulation.hardware import Hardware, load_hardware
+from graph_trainer.core.simulation.hardware import Hardware, Protocol, load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
 from graph_trainer.core.simulation.timeline import describe_ranks
 from graph_trainer.planner.fake_rank import FakeRank
@@ -189,9 +189,7 @@ def floor(simulation: Simulation) -> dict[str, Any]:
         and of the last gradient's reduction; there is nothing to compute before and behind them.
     """
     issued, hardware = simulation.collectives, simulation.hardware
-    endless = replace(
-        hardware, collective_seconds=0.0, node_latency_seconds=0.0, network_latency_seconds=0.0
-    )
+    endless = replace(hardware, protocols=tuple(map(_without_latency, hardware.protocols)))
     bandwidth: dict[str, float] = defaultdict(float)
     for c in issued:
         bandwidth[describe_ranks(c.ranks)] += collective_seconds(c, endless)
@@ -202,6 +200,19 @@ def floor(simulation: Simulation) -> dict[str, Any]:
         "bandwidth": dict(bandwidth),
         "ends": sum(collective_seconds(c, endless) for c in ends),
     }
+
+
+def _without_latency(protocol: Protocol) -> Protocol:
+    """The protocol at which nothing but bytes takes time."""
+    tree = None if protocol.tree_latency_seconds is None else 0.0
+    return replace(
+        protocol,
+        base_seconds=0.0,
+        node_latency_seconds=0.0,
+        network_latency_seconds=0.0,
+        post_seconds=0.0,
+        tree_latency_seconds=tree,
+    )
 
 
 def of_tensor_parallelism(simulation: Simulation) -> list[dict[str, Any]]:

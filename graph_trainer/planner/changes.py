@@ -68,6 +68,7 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
         exposed_seconds=plan.microbatches * plan.rows[-1].exposed,
         tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
         mfu=plan.mfu,
+        mfu_causal=plan.mfu_causal,
     )
 
 

@@ -19,7 +19,7 @@ from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.torch_private_groups import become
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.model_flops import flops_beyond_torchtitans
+from graph_trainer.titan.model_flops import flops_per_token
 from graph_trainer.titan.parallelize import parallelized
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 
@@ -56,9 +56,9 @@ class FakeRank:
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model = spec.model.build()
         seq_len = config.training.seq_len
-        self.num_parameters, flops = spec.model.get_nparams_and_flops(model, seq_len)
-        self.flops_per_token = flops + flops_beyond_torchtitans(spec.model, model, seq_len)
-        """Of the whole model, as training counts them for its MFU."""
+        self.num_parameters, _ = spec.model.get_nparams_and_flops(model, seq_len)
+        self.flops_per_token = flops_per_token(spec.model, model, seq_len)
+        """Of the whole model; `torchtitan` is what training counts for its MFU."""
         self.loss_fn = config.loss.build(compile_config=config.compile)
         self.model = parallelized(model, config, self.parallel_dims)
         attach_loss(self.loss_fn, self.model)

@@ -35,6 +35,7 @@ from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.model_flops import FlopsPerToken
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
@@ -62,6 +63,9 @@ class Outcome:
     exposed_seconds: float = 0.0
     tokens_per_second_per_gpu: float = 0.0
     mfu: float = 0.0
+    """As torchtitan counts."""
+    mfu_causal: float = 0.0
+    """With the causal mask of attention."""
     error: str | None = None
     """Why it cannot be run; None where it can."""
 
@@ -112,8 +116,8 @@ class Plan:
     """Tokens of a step on this rank's share of the batch."""
     ranks_per_batch: int
     """Ranks that compute on the same tokens."""
-    flops_per_token: int
-    """Model FLOPs, as torchtitan counts them."""
+    flops_per_token: FlopsPerToken
+    """Of the whole model."""
     outside_seconds: float
     """Clipping and optimizer, after the graph."""
     limit_bytes: int | None
@@ -165,8 +169,16 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOPs per second as a part of the hardware's bfloat16 peak, as torchtitan
         counts them."""
+        return self._part_of_peak(self.flops_per_token.torchtitan)
+
+    @property
+    def mfu_causal(self) -> float:
+        """As `mfu`, without the attention that the causal mask excludes."""
+        return self._part_of_peak(self.flops_per_token.causal)
+
+    def _part_of_peak(self, flops_per_token: int) -> float:
         peak = self.hardware.flops(torch.bfloat16)
-        return self.flops_per_token * self.tokens_per_second_per_gpu / peak
+        return flops_per_token * self.tokens_per_second_per_gpu / peak
 
     @property
     def peak_bytes(self) -> int:

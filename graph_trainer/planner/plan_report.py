@@ -98,6 +98,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "exposed_by_module": _exposed_by_module(simulation.timeline.exposed),
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         "mfu": plan.mfu,
+        "mfu_causal": plan.mfu_causal,
     }
 
 

@@ -19,6 +19,8 @@ from graph_trainer.planner.terminal import Name, PlainTable, plain_table
 from graph_trainer.titan.config.core_settings import LIMIT_KEY
 
 _LAYERS_SHOWN = 5
+_SAME_MFU = 0.1
+"""Two counts that differ by a smaller part are shown as one."""
 
 
 @group()
@@ -266,12 +268,25 @@ def fit_and_speed(report: dict[str, Any]) -> str:
     if not report["fits"]:
         return f"Does not fit: needs {needs}, {left} more than the {bound}."
     microbatches = report["microbatches"]
+    mfus = mfu_names([report])
+    utilization = ", ".join(f"{name} {report[key]:.1%}" for key, name in mfus.items())
     return (
         f"Fits: needs {needs} of the {bound}; {left} head-room.\n"
-        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, MFU "
-        f"{report['mfu']:.1%}, {duration(report['step_seconds'])} a step of {microbatches} "
+        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {utilization}, "
+        f"{duration(report['step_seconds'])} a step of {microbatches} "
         f"microbatch{'es' if microbatches > 1 else ''}."
     )
+
+
+def mfu_names(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Return the keys of the MFUs to show of reports or outcomes, with their names.
+
+    torchtitan counts attention without its mask. The count with it is shown too if it is less by
+    more than a tenth in any of the rows.
+    """
+    if any(row["mfu_causal"] < (1 - _SAME_MFU) * row["mfu"] for row in rows):
+        return {"mfu": "MFU (torchtitan's count)", "mfu_causal": "MFU (causal)"}
+    return {"mfu": "MFU"}
 
 
 def allowed_bytes(report: dict[str, Any]) -> int:
@@ -292,6 +307,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
     most = measure("bytes", [allowed], significant=3).text(allowed)
     limits = f", and at most the row's {LIMIT_KEY}" if LIMIT_KEY in rows[0]["config"] else ""
 
+    mfus = mfu_names(rows)
     fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
     table = _table(
         f"All combinations; those fit that need at most {most}{limits}",
@@ -304,9 +320,9 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
         ("step", "seconds", _where_it_fits(rows, "step_seconds")),
         ("tok/s/GPU", "count", _where_it_fits(rows, "tokens_per_second_per_gpu")),
         ("exposed", "seconds", _where_it_fits(rows, "exposed_seconds")),
-        ("MFU", "part", _where_it_fits(rows, "mfu")),
+        *((name, "part", _where_it_fits(rows, key)) for key, name in mfus.items()),
     )
-    table.optional = tuple((column,) for column in table.columns[:-3:-1])
+    table.optional = tuple((column,) for column in table.columns[: -len(mfus) - 2 : -1])
     return table
 
 

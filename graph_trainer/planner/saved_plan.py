@@ -30,7 +30,7 @@ from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.step_inputs import pass_config
 from graph_trainer.titan.strict import Strict
 
-SCHEMA: Final = "graph_trainer.saved_plan/4"
+SCHEMA: Final = "graph_trainer.saved_plan/5"
 """Changes with every change of the format."""
 
 REMEDY = (
@@ -72,7 +72,7 @@ class PlannedClass(Strict):
 class SavedPlan(Strict):
     """A plan as `graph-trainer plan --save` writes it."""
 
-    schema_: Literal["graph_trainer.saved_plan/4"] = Field(alias="schema")
+    schema_: Literal["graph_trainer.saved_plan/5"] = Field(alias="schema")
     versions: dict[str, str]
     """By package."""
     config: str

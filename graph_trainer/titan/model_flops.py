@@ -1,10 +1,35 @@
-"""Count the model FLOPs that torchtitan's own count leaves out."""
+"""Count a model's FLOPs per token, as torchtitan does and with the attention's mask."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+
+
+class FlopsPerToken(NamedTuple):
+    """FLOPs per token of forward and backward, without recomputation."""
+
+    torchtitan: int
+    """As torchtitan counts: every token attends to all tokens of its sequence."""
+    causal: int
+    """With a causal mask: a token attends to half of its sequence on average."""
+
+
+def flops_per_token(config: Any, model: nn.Module, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs per token of a model, further tokens that it predicts included.
+
+    The FLOPs of attention alone are proportional to the sequence in torchtitan's count.
+
+    Args:
+        config, model, seq_len: as `flops_beyond_torchtitans`.
+    """
+    counted, without_attention = (
+        config.get_nparams_and_flops(model, length)[1]
+        + flops_beyond_torchtitans(config, model, length)
+        for length in (seq_len, 0)
+    )
+    return FlopsPerToken(int(counted), int(counted + without_attention) // 2)
 
 
 def flops_beyond_torchtitans(config: Any, model: nn.Module, seq_len: int) -> int:

@@ -19,9 +19,10 @@ from graph_trainer.core.graph.annotations import (
     phase_of,
     role_of,
     tensors_of,
+    value_of,
 )
 from graph_trainer.core.graph.collective_kinds import CollectiveKind, kind_named
-from graph_trainer.core.graph.data_sizes import nbytes_of, numel_of
+from graph_trainer.core.graph.data_sizes import expected, nbytes_of, numel_of, shape_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument,
@@ -78,6 +79,8 @@ class Collective:
     module: str | None
     parameter: str | None
     """FQN of the parameter that it gathers or whose gradient it reduces; a bucket's are joined."""
+    largest_split_bytes: int = 0
+    """Bytes of the largest message between two ranks of an all-to-all; 0 if all are equal."""
     waited_after: int | None = None
     """How many collectives are issued before the wait for this one; None without a wait."""
 
@@ -192,8 +195,23 @@ def collective_of(
         phase=phase_of(node),
         module=module_of(node),
         parameter=parameter_of(node),
+        largest_split_bytes=_largest_split_bytes(node, sources[0]),
         waited_after=waited_after,
     )
+
+
+def _largest_split_bytes(node: fx.Node, sent: torch.Tensor) -> int:
+    """Return the bytes of the largest split that an all-to-all sends or receives, 0 without splits.
+
+    Args:
+        sent: its input, in rows of the size of those that it receives.
+    """
+    largest = 0
+    for name in ("input_split_sizes", "output_split_sizes"):
+        for split in argument(node, name) or ():
+            rows = expected(value_of(split) if isinstance(split, fx.Node) else split)
+            largest = max(largest, rows)
+    return largest * math.prod(shape_of(sent)[1:]) * sent.dtype.itemsize
 
 
 def issued(

@@ -69,8 +69,11 @@ class CollectiveKind:
     columns of a plan's tables know the kind."""
     rounds: int = 1
     """How often the data passes the ring of ranks."""
-    through_one_card: bool = False
-    """Whether each rank sends across nodes through its own network card alone."""
+    as_tree: bool = False
+    """Whether a tree can replace the ring if the ranks are on several nodes."""
+    pairwise: bool = False
+    """Whether every pair of ranks exchanges messages, instead of a ring: a rank then sends to other
+    nodes through its own network card alone."""
     cpu_bytes: ScratchBytes = lambda sent, received: 0
     """What `OrderedGloo` allocates from the collective's start to its wait."""
     paired: bool = False
@@ -124,10 +127,11 @@ _TABLE = (
         reduces=True,
         mergeable=True,
         rounds=2,  # a reduce-scatter and an all-gather
+        as_tree=True,
         # the parts received from all ranks, then a copy of their sum for each rank
         cpu_bytes=lambda sent, received: sum(sent),
     ),
-    CollectiveKind(ops=("all_to_all_single",), shown="all-to-all", through_one_card=True),
+    CollectiveKind(ops=("all_to_all_single",), shown="all-to-all", pairwise=True),
     CollectiveKind(ops=("broadcast", "broadcast_"), shown="broadcast"),
     CollectiveKind(ops=("isend",), shown="send", paired=True),
     CollectiveKind(ops=("irecv",), shown="receive", paired=True, written=("tensor",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from typing import NamedTuple
 
 from torch import fx
 
@@ -14,57 +15,140 @@ from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kind, is_collective
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.hardware import Hardware, Link, Protocol
+
+
+class Parts(NamedTuple):
+    """The time of a collective that shares its links with no other."""
+
+    latency_seconds: float
+    """Messages on their way: no link is busy."""
+    transfer_seconds: float
+    """Bytes on the link that bounds the collective."""
+    link: Link
+    """That link."""
 
 
 def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """Return the seconds from start to end of a collective that shares its links with no other.
+    """Return the seconds from start to end of a collective, the sum of `collective_parts`."""
+    parts = collective_parts(collective, hardware)
+    return parts.latency_seconds + parts.transfer_seconds
 
-    The table of `collective_kinds` has the bytes that pass each link. A ring of n ranks sends n - 1
-    messages in sequence. Recursive doubling sends log2(n), but the data of a rank crosses nodes
-    through the network card of that rank alone, while a ring of nodes uses all cards of a node.
-    (Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH,
-    2005; the bandwidth terms are those that nccl-tests calls bus bandwidth.)
+
+def collective_parts(collective: Collective, hardware: Hardware) -> Parts:
+    """Return latency and transfer of a collective that shares its links with no other.
+
+    A library times each of its algorithms and protocols by a latency and a bandwidth, and runs the
+    fastest. This is the model of NCCL 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
+    `ncclTopoGetAlgoTime`), without its corrections by size, NVLink SHARP and PAT: rings for all
+    collectives, trees for all-reduces over several nodes, and messages between all pairs for
+    all-to-alls. Linear in the number of protocols.
     """
     size = len(collective.ranks)
     if size == 1:
-        return 0.0
+        return Parts(0.0, 0.0, Link.NODE)
     kind = collective.row
-    moved = kind.link_bytes(collective.input_bytes, collective.output_bytes, size)
-    nodes, fewest, most = placement(collective.ranks, hardware.devices_per_node)
-    if nodes == 1:
-        ring_bandwidth = tree_bandwidth = hardware.node_bytes_per_second
-        ring_latency = (size - 1) * hardware.node_latency_seconds
-        tree_latency = math.ceil(math.log2(size)) * hardware.node_latency_seconds
-    else:
-        ring_bandwidth = fewest * hardware.network_bytes_per_second
-        if fewest > 1:
-            ring_bandwidth = min(ring_bandwidth, hardware.node_bytes_per_second)
-        tree_bandwidth = hardware.network_bytes_per_second
-        inside = (size - nodes) * hardware.node_latency_seconds
-        ring_latency = inside + (nodes - 1) * hardware.network_latency_seconds
-        tree_latency = (
-            math.ceil(math.log2(most)) * hardware.node_latency_seconds
-            + math.ceil(math.log2(nodes)) * hardware.network_latency_seconds
-        )
+    place = placement(collective.ranks, hardware.devices_per_node)
+    ways = []
+    for protocol in hardware.protocols:
+        if not kind.pairwise:
+            ways.append(_ring(collective, place, protocol, hardware))
+            if kind.as_tree and place.nodes > 1 and protocol.tree_latency_seconds is not None:
+                ways.append(_tree(collective, place, protocol, hardware))
+        elif protocol.sends_pairs:
+            ways.append(_pairs(collective, place, protocol, hardware))
+    return min(ways, key=lambda parts: parts.latency_seconds + parts.transfer_seconds)
 
-    def seconds(latency: float, bandwidth: float) -> float:
-        return kind.rounds * latency + moved / (bandwidth * hardware.link_efficiency)
 
-    if kind.through_one_card:
-        return hardware.collective_seconds + seconds(ring_latency, tree_bandwidth)
-    fastest = min(seconds(ring_latency, ring_bandwidth), seconds(tree_latency, tree_bandwidth))
-    return hardware.collective_seconds + fastest
+def _ring(c: Collective, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
+    """Return the parts of a ring, in which the data pass from rank to rank.
+
+    All but one of the ranks forward each part once a round. While a ring spans nodes, hosts post
+    its messages one after another. With one rank of each node, no step within a node overlaps
+    those between nodes, which then take as long as in a tree.
+    """
+    size, rounds = len(c.ranks), c.row.rounds
+    between = place.nodes - 1
+    within = size - 1 - between
+    step, step_between = protocol.node_latency_seconds, protocol.network_latency_seconds
+    if between:
+        step = max(step, protocol.post_seconds)
+    if place.most == 1 and protocol.tree_latency_seconds is not None:
+        step_between = protocol.tree_latency_seconds
+    latency = protocol.base_seconds + rounds * (within * step + between * step_between)
+    moved = c.row.link_bytes(c.input_bytes, c.output_bytes, size)
+    bandwidth, link = _bandwidth(place, protocol, protocol.bandwidth_share, hardware)
+    return Parts(latency, moved / bandwidth, link)
+
+
+def _tree(c: Collective, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
+    """Return the parts of an all-reduce in a tree of nodes, in which a chain links the ranks of a
+    node: up the tree to its root, and down again."""
+    assert protocol.tree_latency_seconds is not None and protocol.tree_bandwidth_share is not None
+    chain = (place.most - 1) * protocol.node_latency_seconds
+    depth = math.ceil(math.log2(place.nodes)) * protocol.tree_latency_seconds
+    moved = 2 * max(c.input_bytes, c.output_bytes)
+    bandwidth, link = _bandwidth(place, protocol, protocol.tree_bandwidth_share, hardware)
+    return Parts(protocol.base_seconds + 2 * (chain + depth), moved / bandwidth, link)
+
+
+def _bandwidth(
+    place: Placement, protocol: Protocol, share: float, hardware: Hardware
+) -> tuple[float, Link]:
+    """Return the bytes per second of a ring or tree, and the link that bounds it.
+
+    Rings pass from node to node through the network cards of all their ranks on a node at once.
+    """
+    bandwidth = hardware.node_bytes_per_second * hardware.node_efficiency
+    link, limit = Link.NODE, protocol.node_limit_bytes_per_second
+    if place.nodes > 1:
+        limit = protocol.network_limit_bytes_per_second
+        cards = place.fewest * hardware.network_bytes_per_second * hardware.network_efficiency
+        if place.most == 1 or cards < bandwidth:
+            bandwidth, link = cards, Link.NETWORK
+    bandwidth *= share
+    return bandwidth if limit is None else min(bandwidth, limit), link
+
+
+def _pairs(c: Collective, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
+    """Return the parts of an all-to-all, in which each rank sends a message to every other one.
+
+    A rank's messages to other nodes pass through its network card alone, those within the node
+    beside them. All pairs of ranks have an equal part of a link, so the slowest pair ends last: if
+    the splits are uneven, bytes count as if every pair exchanged the largest split. (NVIDIA in
+    nccl-tests issues 130 and 267; NCCL gives each peer the same number of channels.)
+    """
+    size = len(c.ranks)
+    within, outside = place.fewest - 1, size - place.fewest
+    latency = protocol.base_seconds + within * protocol.node_latency_seconds
+    if outside:  # the hosts post all messages; the last one is on its way when all others are done
+        step = max(protocol.node_latency_seconds, protocol.post_seconds)
+        latency = protocol.base_seconds + (size - 2) * step + protocol.network_latency_seconds
+    split = max(c.largest_split_bytes, max(c.input_bytes, c.output_bytes) / size)
+    part = split / protocol.bandwidth_share
+    node = part * within / (hardware.node_bytes_per_second * hardware.node_efficiency)
+    network = part * outside / (hardware.network_bytes_per_second * hardware.network_efficiency)
+    link = Link.NETWORK if outside and network >= node else Link.NODE
+    return Parts(latency, max(node, network), link)
+
+
+class Placement(NamedTuple):
+    """How the ranks of a group are spread over nodes."""
+
+    nodes: int
+    fewest: int
+    """Ranks on the node that has the fewest of them."""
+    most: int
 
 
 @functools.cache
-def placement(ranks: Ranks, devices_per_node: int) -> tuple[int, int, int]:
-    """Return the number of nodes that a group spans, and the fewest and the most ranks on a node.
+def placement(ranks: Ranks, devices_per_node: int) -> Placement:
+    """Return how a group spans nodes.
 
     Ranks fill one node after another, as launchers place them: 0 to 7 on the first node of eight.
     """
     per_node = Counter(rank // devices_per_node for rank in ranks)
-    return len(per_node), min(per_node.values()), max(per_node.values())
+    return Placement(len(per_node), min(per_node.values()), max(per_node.values()))
 
 
 def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:

@@ -34,9 +34,10 @@ class Detected(NamedTuple):
 def detect_hardware(device: torch.device | None = None) -> Detected:
     """Choose the profile for a device of this machine.
 
-    A GPU gets the profile whose name begins with its model (A100, H100, H200, B200); of several
-    profiles, that with the nearest memory. Any other GPU gets the profile of the data-center chip
-    of its compute capability, and any other device gets `cpu`; `why` reports the replacement.
+    A GPU gets the profile whose name begins with its model (A100, H100, H200, B200, MI300X); of
+    several profiles those for its form (a PCIe card or a board), and of these that with the nearest
+    memory. Any other GPU gets the profile of the data-center chip of its compute capability, or of
+    its vendor if that is AMD, and any other device gets `cpu`; `why` reports the replacement.
 
     Args:
         device: the device that the step runs on; None or meta for the current GPU, or the CPU if
@@ -62,15 +63,23 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
         for profile in known_hardware()
         if profile.partition("-")[0] in model
     ]
+    if not profiles and torch.version.hip is not None:
+        return _replacement("mi300x", name)
     if not profiles:
         major = min(max(properties.major, min(_OF_CAPABILITY)), max(_OF_CAPABILITY))
         capability = f"{properties.major}.{properties.minor}"
         return _replacement(_OF_CAPABILITY[major], f"{name} (compute capability {capability})")
-    nearest = min(profiles, key=lambda profile: abs(profile.memory_gib - memory))
-    other_form = re.search(r"PCIe|NVL\b", name) is not None  # shipped profiles are of SXM boards
-    if other_form or abs(nearest.memory_gib - memory) > _SAME_MEMORY * memory:
+    of_form = [profile for profile in profiles if _form(profile.name) == _form(name)]
+    nearest = min(of_form or profiles, key=lambda profile: abs(profile.memory_gib - memory))
+    if not of_form or abs(nearest.memory_gib - memory) > _SAME_MEMORY * memory:
         return _replacement(nearest.name, f"{name} ({memory:.1f} GiB)")
     return Detected(nearest, f"{nearest.name}, as the device is {name}", exact=True)
+
+
+def _form(name: str) -> str:
+    """Return the form in the name of a device or profile, empty for an SXM or OAM board."""
+    form = re.search(r"PCIe|NVL\b", name, re.IGNORECASE)
+    return "" if form is None else form.group().lower()
 
 
 def _replacement(profile: str, device: str) -> Detected:

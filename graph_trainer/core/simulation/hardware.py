@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,51 @@ from graph_trainer.core.shipped_configs import config_folders
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
+
+
+class Link(StrEnum):
+    """What connects a device to others and to its host."""
+
+    NODE = "node"
+    """To the other devices of its node: NVLink, xGMI or PCIe."""
+    NETWORK = "network"
+    """To other nodes, through its network card."""
+    HOST = "host"
+    """To host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """A way of the communication library to move data: an entry of a profile's `protocols`.
+
+    A step is one message from a rank to the next.
+    """
+
+    name: str
+    """As the library calls it, such as "LL128"."""
+    base_seconds: float
+    """The shortest time of a collective, with its launch."""
+    node_latency_seconds: float
+    """Latency of a step between two devices of a node."""
+    network_latency_seconds: float
+    """Latency of a step between two nodes."""
+    post_seconds: float = 0.0
+    """The least time between two messages of a rank whose group spans nodes: what its host takes
+    to post one."""
+    bandwidth_share: float = 1.0
+    """Part of what a link reaches (its bandwidth times its efficiency) that data get; the rest
+    are flags between the data."""
+    node_limit_bytes_per_second: float | None = None
+    """The most that a rank sends within a node; None for what the link and the share allow."""
+    network_limit_bytes_per_second: float | None = None
+    """The most that passes from a node to the next; None for what the links and the share allow."""
+    tree_latency_seconds: float | None = None
+    """Latency of a step between two nodes where steps do not overlap: in a tree, and in a ring with
+    one rank of each node. None if the library has no trees."""
+    tree_bandwidth_share: float | None = None
+    """As `bandwidth_share`, in a tree."""
+    sends_pairs: bool = True
+    """Whether messages between two ranks use it, as in an all-to-all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,39 +113,43 @@ class Hardware:
     memory_bytes_per_second: float
     """Bandwidth of the device's memory."""
     peak_flops: dict[str, float]
-    """Dense FLOP/s by dtype name, such as "bfloat16"."""
+    """Dense FLOP/s by dtype name, such as "bfloat16", at `power_watts`."""
     matmul_efficiency: float
-    """Part of `peak_flops` that matmuls reach at the full power limit."""
+    """Part of `peak_flops` that matmuls reach at `power_watts`."""
     attention_efficiency: float
-    """Part of `peak_flops` that fused attention reaches at the full power limit."""
+    """Part of `peak_flops` that fused attention reaches at `power_watts`."""
     memory_efficiency: float
     """Part of `memory_bytes_per_second` that elementwise and reducing kernels reach."""
     launch_seconds: float
     """The shortest time of a kernel, with its launch."""
     power_watts: float
-    """The power limit for which `peak_flops` and the efficiencies hold."""
+    """The power limit at which `peak_flops` and the efficiencies hold. It belongs to the source of
+    the peak: if a datasheet has a lower peak for a part with a lower limit, this is that limit."""
     power_limit_watts: float
-    """The power limit of this machine."""
+    """The power limit of this machine, at most `power_watts`."""
     power_idle_watts: float
     """Power of an idle device."""
     devices_per_node: int
     """Number of devices of one node."""
     node_bytes_per_second: float
     """Bandwidth of a device's link to the others of its node, each direction."""
-    node_latency_seconds: float
-    """Latency of one message between two devices of a node."""
+    node_efficiency: float
+    """Part of it that collectives reach."""
     network_bytes_per_second: float
     """Bandwidth of a device's link to other nodes, each direction."""
-    network_latency_seconds: float
-    """Latency of one message between two nodes."""
-    link_efficiency: float
-    """Part of the links' bandwidth that collectives and copies to host memory reach."""
+    network_efficiency: float
+    """Part of it that collectives reach."""
     host_bytes_per_second: float
     """Bandwidth of a device's link to host memory, each direction."""
+    host_efficiency: float
+    """Part of it that copies reach."""
     host_memory_gib: float
     """Host memory of a node, which its devices share, GiB."""
-    collective_seconds: float
-    """The shortest time of a collective, with its launch."""
+    shared_links: tuple[Link, ...]
+    """Links that are one physical link, such as a GPU's 16 lanes of PCIe: transfers over them share
+    its time. Empty if every link is separate."""
+    protocols: tuple[Protocol, ...]
+    """Protocols of the communication library; a collective uses the fastest."""
     collective_compute_share: float
     """Part of the device's compute units that a collective occupies while it runs."""
     host: Host
@@ -113,7 +163,7 @@ class Hardware:
         voltage about linear in the clock: power above idle grows with the cube of the clock.
         """
         limit = self.power_limit_watts - self.power_idle_watts
-        return min(1.0, (limit / (self.power_watts - self.power_idle_watts)) ** (1 / 3))
+        return (limit / (self.power_watts - self.power_idle_watts)) ** (1 / 3)
 
     def flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s for a dtype, those of float32 if the profile has none."""
@@ -122,7 +172,7 @@ class Hardware:
 
     def host_copy_seconds(self, size: int) -> float:
         """Return the seconds of a copy of some bytes to host memory or back."""
-        return size / (self.host_bytes_per_second * self.link_efficiency)
+        return size / (self.host_bytes_per_second * self.host_efficiency)
 
     @property
     def memory_bytes(self) -> int:
@@ -173,25 +223,24 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
             f"{key} {path}: it has none of the keys of a hardware profile. Name a run's config "
             f"with --config, and here one of {', '.join(profiles)} or a changed copy of its file"
         )
-    problems: list[str] = []
-    for entry, value in table.items():
-        if entry in names:
-            problems += _problems(entry, value)
-        else:
-            hint = did_you_mean(entry, names, "did you mean '{}'?", "leave it out")
-            problems.append(f"unknown key '{entry}': {hint}")
-    missing = [entry for entry in names if entry not in table]
-    if missing:
-        problems.append(
-            f"{', '.join(missing)} missing; copy a profile of configs/hardware and change it"
-        )
+    problems = list(_table_problems(table, Hardware, ignored="name"))
     if problems:
         raise ConfigError("\n".join(f"{key} {path}: {problem}" for problem in problems))
-    hardware = Hardware(name=path.stem, **(table | {"host": Host(**table["host"])}))
-    if hardware.power_idle_watts >= min(hardware.power_watts, hardware.power_limit_watts):
+    table["shared_links"] = tuple(map(Link, table["shared_links"]))
+    table["host"] = Host(**table["host"])
+    table["protocols"] = tuple(Protocol(**entry) for entry in table["protocols"])
+    hardware = Hardware(name=path.stem, **table)
+    if hardware.power_limit_watts > hardware.power_watts:
+        raise ConfigError(
+            f"{key} {path}: power_limit_watts = {hardware.power_limit_watts} is above power_watts "
+            f"= {hardware.power_watts}, at which peak_flops and the efficiencies hold: a higher "
+            "limit does not raise a peak. Set both to the same number, or give peak_flops and the "
+            "efficiencies at the higher power"
+        )
+    if hardware.power_idle_watts >= hardware.power_limit_watts:
         raise ConfigError(
             f"{key} {path}: power_idle_watts = {hardware.power_idle_watts} is not below "
-            "power_watts and power_limit_watts"
+            f"power_limit_watts = {hardware.power_limit_watts}"
         )
     if hardware.memory_reserved_gib >= hardware.memory_gib:
         raise ConfigError(
@@ -207,17 +256,56 @@ _MAY_BE_ZERO = {
     "memory_reserved_gib",
     "launch_seconds",
     "power_idle_watts",
+    "base_seconds",
     "node_latency_seconds",
     "network_latency_seconds",
-    "collective_seconds",
+    "post_seconds",
+    "tree_latency_seconds",
     "collective_compute_share",
+    *(field.name for field in fields(Host)),
 }
+
+
+def _table_problems(table: dict[str, Any], of: type, ignored: str = "") -> Iterator[str]:
+    """Describe what is wrong with the keys and values of a table that becomes a dataclass.
+
+    Args:
+        of: the dataclass. A field without a default is a key that the table must have.
+        ignored: a field that is not a key.
+    """
+    known = {field.name: field for field in fields(of) if field.name != ignored}
+    for key, value in table.items():
+        if key in known:
+            yield from _problems(key, value)
+        else:
+            hint = did_you_mean(key, known, "did you mean '{}'?", "leave it out")
+            yield f"unknown key '{key}': {hint}"
+    missing = [k for k, field in known.items() if k not in table and field.default is MISSING]
+    if missing:
+        yield f"{', '.join(missing)} missing; copy a profile of configs/hardware and change it"
+
+
+def _protocols_problems(value: Any) -> Iterator[str]:
+    """Describe what is wrong with the protocols of a profile."""
+    if not (isinstance(value, list) and value and all(isinstance(p, dict) for p in value)):
+        yield f"protocols = {value!r}: write one or more tables [[protocols]]"
+        return
+    for number, entry in enumerate(value, 1):
+        for problem in _table_problems(entry, Protocol):
+            yield f"protocols, table {number}: {problem}"
+        if ("tree_latency_seconds" in entry) != ("tree_bandwidth_share" in entry):
+            yield (
+                f"protocols, table {number}: tree_latency_seconds and tree_bandwidth_share belong "
+                "together: write both or none"
+            )
+    if not any(entry.get("sends_pairs", True) for entry in value):
+        yield "protocols: all have sends_pairs = false, so there is none for an all-to-all"
 
 
 def _problems(key: str, value: Any) -> Iterator[str]:
     """Describe what is wrong with the value of a key."""
     setting = f"{key} = {value!r}"
-    least = 0 if key in _MAY_BE_ZERO or key.startswith("host.") else 1e-30
+    least = 0 if key in _MAY_BE_ZERO else 1e-30
     if key == "device":
         if value not in ("cuda", "cpu"):
             yield f'{setting}: write "cuda" or "cpu"'
@@ -232,19 +320,28 @@ def _problems(key: str, value: Any) -> Iterator[str]:
                 yield f"peak_flops.{dtype}: not a dtype of torch{hint}"
             yield from _problems(f"peak_flops.{dtype}", number)
     elif key == "host":
-        names = [f.name for f in fields(Host)]
-        if not isinstance(value, dict) or sorted(value) != sorted(names):
-            yield f"{key}: write a table of seconds with {', '.join(names)}"
+        if not isinstance(value, dict):
+            yield f"{key}: write a table of seconds"
             return
-        for name, number in value.items():
-            yield from _problems(f"host.{name}", number)
+        yield from (f"host: {problem}" for problem in _table_problems(value, Host))
+    elif key == "protocols":
+        yield from _protocols_problems(value)
+    elif key == "shared_links":
+        if not isinstance(value, list) or not {*map(str, value)} <= {*Link}:
+            yield f"{setting}: write a list of {', '.join(Link)}, or an empty one"
+    elif key == "name":
+        if not isinstance(value, str):
+            yield f"{setting}: write a text"
+    elif key == "sends_pairs":
+        if not isinstance(value, bool):
+            yield f"{setting}: write true or false"
     elif type(value) is int and value.bit_length() > 1000:
         yield f"{key}: a number that no machine has"
     elif type(value) not in (int, float) or not least <= value < float("inf"):
         yield f"{setting}: not a positive number"
     elif key == "collective_compute_share" and value >= 1:
         yield f"{setting}: leaves nothing to compute with; write a number below 1"
-    elif key.endswith("_efficiency") and value > 1:
+    elif key.endswith(("_efficiency", "bandwidth_share")) and value > 1:
         yield f"{setting}: a part of the peak, between 0 and 1"
     elif key == "devices_per_node" and value != int(value):
         yield f"{setting}: not a whole number"

@@ -49,6 +49,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
         drawn(plan) | {"curve": _curve(points, "seconds", allowed_bytes(report), bound_of(report))},
         report=report,
         fit=fit_text(report),
+        mfus=text.mfu_names([report]),
         exposed=sum(report["ledger"][-1]["exposed_seconds"].values()),
         tables={
             "ledger": text.ledger_table(report["ledger"]),

@@ -9,6 +9,8 @@ from io import StringIO
 
 import pytest
 
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.simulation.collective_costs import collective_parts
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.expert_loads import data_sizes, expert_loads, received_rows
 from graph_trainer.planner.html.page import write_page
@@ -66,6 +68,22 @@ def test_more_tokens_need_more_memory_and_time():
     assert (most.what, most.imbalance) == ("all tokens to one rank", DEGREE)
     assert loads.greatest_that_fits == DEGREE and loads.layers == {}
     assert plan.simulation.again().memory.peak_bytes == plan.peak_bytes
+
+
+def test_exchanges_end_with_the_rank_that_receives_most():
+    """Tokens to experts and back: as long as if all pairs exchanged what the fullest rank has."""
+    plan = planned()
+    hardware, joint = plan.hardware, plan.simulation.joint
+
+    def transfers():
+        exchanges = [c for c in collectives(joint) if c.reduction and c.largest_split_bytes]
+        return [collective_parts(c, hardware).transfer_seconds for c in exchanges]
+
+    even = transfers()
+    with data_sizes(plan).assuming(1.5):
+        uneven = transfers()
+    assert len(even) == 8 == len(uneven)
+    assert uneven == pytest.approx([1.5 * seconds for seconds in even])
 
 
 def test_time_is_that_of_the_slowest_rank():

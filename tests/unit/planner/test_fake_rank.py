@@ -21,5 +21,5 @@ def test_flops_of_a_model_that_predicts_several_tokens_are_those_of_its_graph():
         run = FakeRank(config, 1)
         nodes = compute_nodes(run.capture().graph)
         captured.append(sum(flops for flops, _ in map(flops_of, nodes)) / 16)
-        counted.append(run.flops_per_token)
+        counted.append(run.flops_per_token.torchtitan)
     assert counted[1] - counted[0] == pytest.approx(captured[1] - captured[0], rel=0.01)

@@ -63,6 +63,18 @@ def test_a_coalesced_collective_sends_all_its_tensors():
     assert (found.input_bytes, found.output_bytes, found.waited_after) == (40, 80, 1)
 
 
+@pytest.mark.parametrize(
+    "received, sent, rows", [([2, 2], [2, 2], 2), ([1, 3], [3, 1], 3), ([4, 1], [2, 2], 4)]
+)
+def test_an_all_to_all_has_a_largest_split(received, sent, rows):
+    b = Builder()
+    x = b.input("x", 4, 5)
+    exchanged = b.waited(c10d.all_to_all_single.default, x, received, sent, "0")
+    joint = b.joint(b.call(aten.sum.default, exchanged))
+    assert [c.largest_split_bytes for c in collectives_of(joint)] == [rows * 5 * 4]
+    assert [c.largest_split_bytes for c in collectives_of(graph_of(ALL_REDUCE, GATHER))] == [0, 0]
+
+
 def test_the_source_of_a_broadcast_is_part_of_its_entry():
     entries = [
         collectives_of(graph_of((c10d.broadcast.default, source, "0")))[0].entry()

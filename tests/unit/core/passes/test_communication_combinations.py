@@ -113,7 +113,7 @@ def run(joint: JointGraph, chosen: dict) -> None:
             passes=names,
             reshard_after_forward=chosen["policy"],
             options=options,
-            hardware=machine(collective_seconds=1e-6),
+            hardware=machine(base_seconds=1e-6),
             verify_passes=True,
         ),
     )

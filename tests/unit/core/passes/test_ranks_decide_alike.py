@@ -135,7 +135,7 @@ def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_k
 def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
     """Nine rows over two ranks: costs differ, and with them what overlaps with what."""
     hardware = machine(
-        collective_seconds=1e-6,
+        base_seconds=1e-6,
         peak_flops={"float32": 1e12, "bfloat16": 4e12},
         memory_bytes_per_second=1e12,
     )

@@ -1,13 +1,13 @@
 """Hardware in round numbers, GPUs that are not there, and random graphs to play on them."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
 
 from graph_trainer.core.graph.annotations import Phase
-from graph_trainer.core.simulation.hardware import Hardware, Host
+from graph_trainer.core.simulation.hardware import Hardware, Host, Protocol
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import Builder
 from tests.unit.graphs import aten, c10d
@@ -15,13 +15,30 @@ from tests.unit.graphs import aten, c10d
 GROUPS = {"a": (0, 1), "b": (0, 2)}
 """The process groups of random graphs, by name."""
 
-
 INSTANT = Host(**{f.name: 0.0 for f in fields(Host)})
 """A host that takes no time."""
 
+_OF_PROTOCOLS = {field.name for field in fields(Protocol)} - {"name"}
+
+
+def protocol(**changes):
+    """A protocol with round latencies, no time for a launch, and the whole of every link."""
+    values = {
+        "name": "round",
+        "base_seconds": 0.0,
+        "node_latency_seconds": 1e-6,
+        "network_latency_seconds": 5e-6,
+    }
+    return Protocol(**(values | changes))
+
 
 def machine(**changes):
-    """A machine on which everything takes a round number of seconds, and no launch any."""
+    """A machine on which everything takes a round number of seconds, and no launch any.
+
+    Args:
+        changes: of the machine, or of its one protocol.
+    """
+    of_protocol = {key: changes.pop(key) for key in _OF_PROTOCOLS & changes.keys()}
     values = {
         "name": "round",
         "device": "cuda",
@@ -38,23 +55,31 @@ def machine(**changes):
         "power_idle_watts": 10,
         "devices_per_node": 8,
         "node_bytes_per_second": 100e9,
-        "node_latency_seconds": 1e-6,
+        "node_efficiency": 1.0,
         "network_bytes_per_second": 10e9,
-        "network_latency_seconds": 5e-6,
-        "link_efficiency": 1.0,
+        "network_efficiency": 1.0,
         "host_bytes_per_second": 1e9,
+        "host_efficiency": 1.0,
         "host_memory_gib": 8.0,
-        "collective_seconds": 0.0,
+        "shared_links": (),
+        "protocols": (protocol(**of_protocol),),
         "collective_compute_share": 0.0,
         "host": INSTANT,
     }
     return Hardware(**(values | changes))
 
 
+def changed(hardware, **changes):
+    """The same machine with other values; those of protocols go to every one."""
+    of_protocol = {key: changes.pop(key) for key in _OF_PROTOCOLS & changes.keys()}
+    protocols = tuple(replace(entry, **of_protocol) for entry in hardware.protocols)
+    return replace(hardware, protocols=protocols, **changes)
+
+
 def same_seconds(seconds, **changes):
     """A machine on which every collective takes `seconds`."""
     return machine(
-        collective_seconds=seconds,
+        base_seconds=seconds,
         node_latency_seconds=0.0,
         network_latency_seconds=0.0,
         node_bytes_per_second=1e300,

@@ -24,6 +24,9 @@ from tests.unit.graphs import captured_decoder, hungry
         ("NVIDIA H100", 95.04, "h100-grand-teton"),  # as torchtitan's published logs have it
         ("NVIDIA H200", 139.8, "h200-sxm"),
         ("NVIDIA B200", 178.4, "b200"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
+        ("NVIDIA H100 PCIe", 79.2, "h100-pcie"),
+        ("AMD Instinct MI300X", 191.98, "mi300x"),
     ],
 )
 def test_a_gpu_with_a_profile(monkeypatch, name, gib, profile):
@@ -36,8 +39,9 @@ def test_a_gpu_with_a_profile(monkeypatch, name, gib, profile):
 @pytest.mark.parametrize(
     "name, gib, capability, profile",
     [
-        ("NVIDIA A100-SXM4-40GB", 39.4, (8, 0), "a100-80g"),
-        ("NVIDIA H100 PCIe", 79.1, (9, 0), "h100-sxm"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, (8, 0), "a100-40g"),
+        ("NVIDIA A100 80GB PCIe", 79.3, (8, 0), "a100-80g"),
+        ("NVIDIA H100 NVL", 93.1, (9, 0), "h100-grand-teton"),
         ("NVIDIA H200 NVL", 139.8, (9, 0), "h200-sxm"),
         ("NVIDIA GH200 480GB", 94.5, (9, 0), "h100-sxm"),
         ("NVIDIA L40S", 44.4, (8, 9), "a100-80g"),
@@ -52,6 +56,13 @@ def test_any_other_gpu_gets_one_with_a_reason(monkeypatch, name, gib, capability
     assert not found.exact and found.hardware.name == profile
     for words in (f"{profile} in place of {name}", HARDWARE, *known_hardware()):
         assert words in found.why
+
+
+def test_another_gpu_of_amd_gets_that_of_amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    has(monkeypatch, "AMD Instinct MI355X", 287.98, 9, 5)
+    found = detect_hardware()
+    assert not found.exact and found.hardware.name == "mi300x"
 
 
 @pytest.mark.parametrize("name", ["AMD Instinct MI300X", "NVIDIA L40S"])

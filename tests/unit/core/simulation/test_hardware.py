@@ -1,5 +1,6 @@
 """Hardware profiles: shipped ones, those of users, and messages about bad ones."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import graph_trainer as gt
-from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
+from graph_trainer.core.simulation.hardware import Protocol, known_hardware, load_hardware
 from tests.unit.core.simulation.machines import machine
 
 SHIPPED = sorted(known_hardware())
@@ -26,8 +27,17 @@ def test_a_shipped_profile_is_read_and_its_parts_fit_together(name):
     assert {"bfloat16", "float16"} <= hardware.peak_flops.keys()
     assert hardware.flops(torch.bfloat16) >= hardware.flops(torch.float32)
     assert hardware.network_bytes_per_second <= hardware.node_bytes_per_second
-    assert hardware.node_latency_seconds <= hardware.network_latency_seconds
+    for protocol in hardware.protocols:
+        assert protocol.node_latency_seconds <= protocol.network_latency_seconds
     assert 0.5 < hardware.clock <= 1
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_protocol_is_the_fastest_for_some_size(name):
+    """Of two protocols, the one with less bandwidth has less latency."""
+    protocols = sorted(load_hardware(name).protocols, key=lambda entry: entry.bandwidth_share)
+    latencies = [entry.base_seconds + 7 * entry.node_latency_seconds for entry in protocols]
+    assert latencies == sorted(set(latencies))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -44,7 +54,8 @@ def test_every_constant_names_its_source(name):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_source_that_is_referred_to_is_given(name):
     text = known_hardware()[name].read_text()
-    for tag in set(re.findall(r"\[([a-z0-9-]+)\b[^\]=]*\]", text)) - {"peak_flops", "host"}:
+    tags = {*re.findall(r"\[([a-z0-9-]+)\b[^\]=]*\]", text)}
+    for tag in tags - {"peak_flops", "host", "protocols"}:
         assert re.search(rf"^# \[{tag}\] ", text, re.M), tag
 
 
@@ -55,9 +66,10 @@ def test_the_capped_machine_is_slower_only_at_what_the_clock_bounds():
 
 
 def test_dynamic_power_goes_with_the_third_power_of_the_clock():
-    clocks = [machine(power_limit_watts=limit).clock for limit in (20, 40, 60, 90, 100, 150)]
-    assert clocks == sorted(clocks) and clocks[-1] == clocks[-2] == 1.0
-    for limit, clock in zip((20, 40, 60, 90), clocks, strict=False):
+    limits = (20, 40, 60, 90, 100)
+    clocks = [machine(power_limit_watts=limit).clock for limit in limits]
+    assert clocks == sorted(clocks) and clocks[-1] == 1.0
+    for limit, clock in zip(limits, clocks, strict=True):
         assert 10 + clock**3 * (100 - 10) == pytest.approx(limit)
 
 
@@ -65,6 +77,15 @@ def test_a_dtype_that_the_profile_does_not_name_counts_as_float32():
     hardware = machine()
     assert hardware.flops(torch.bfloat16) == 4e9
     assert hardware.flops(torch.float64) == hardware.flops(torch.float32) == 1e9
+
+
+def test_a_datasheets_peak_and_the_full_chips_with_a_limit_are_near_each_other():
+    """An H100 PCIe by its own peak, and as the SXM's chip at 350 W with 114 of 132 units."""
+    own, chip = load_hardware("h100-pcie"), load_hardware("h100-sxm")
+    limited = dataclasses.replace(chip, power_limit_watts=350).clock * 114 / 132
+    of_chip = chip.flops(torch.bfloat16) * chip.matmul_efficiency * limited
+    of_own = own.flops(torch.bfloat16) * own.matmul_efficiency * own.clock
+    assert of_own == pytest.approx(of_chip, rel=0.02)
 
 
 def profile(folder, key, value):
@@ -91,7 +112,14 @@ BAD_VALUES = {
     "an unknown device": ("device", '"tpu"', '"cuda" or "cpu"'),
     "more reserved than there is": ("memory_reserved_gib", "200", "leaves nothing"),
     "a key like another": ("memory_gib", "80\nmemory_gb = 80", "'memory_gb': did you mean '"),
-    "a missing key": ("link_efficiency", None, "link_efficiency missing"),
+    "a missing key": ("network_efficiency", None, "network_efficiency missing"),
+    "a limit above the power of the peak": (
+        "power_limit_watts",
+        "750",
+        "above power_watts = 700, at which peak_flops and the efficiencies hold",
+    ),
+    "a link that there is not": ("shared_links", '["pcie"]', "node, network, host"),
+    "no list of links": ("shared_links", '"host"', "node, network, host"),
     "a peak of no dtype": (
         "bfloat16",
         "1\nbf16 = 1",
@@ -110,10 +138,59 @@ def test_a_bad_value_is_named_with_file_and_key(tmp_path, bad):
         assert part in str(caught.value)
 
 
+PROTOCOL = """[[protocols]]
+name = "mine"
+base_seconds = 1e-5
+node_latency_seconds = 1e-6
+network_latency_seconds = 5e-6
+"""
+BAD_PROTOCOLS = {
+    "none": ("protocols = []", "protocols = []"),
+    "no table": ("protocols = [1]", "protocols = [1]"),
+    "a missing key": (PROTOCOL.replace("base_", "# "), "table 1: base_seconds missing"),
+    "in the second": (
+        f"{PROTOCOL}\n{PROTOCOL}latency_seconds = 1",
+        "table 2: unknown key 'latency_seconds'",
+    ),
+    "a wrong value": (PROTOCOL + "bandwidth_share = 1.5", "table 1: bandwidth_share = 1.5"),
+    "a name": (PROTOCOL.replace('"mine"', "1"), "table 1: name = 1"),
+    "half a tree": (PROTOCOL + "tree_latency_seconds = 1e-6", "write both or none"),
+    "no yes or no": (PROTOCOL + "sends_pairs = 1", "sends_pairs = 1: write true or false"),
+    "none for pairs": (PROTOCOL + "sends_pairs = false", "none for an all-to-all"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_PROTOCOLS.values(), ids=BAD_PROTOCOLS)
+def test_a_bad_protocol_is_named(tmp_path, bad):
+    text, words = bad
+    others = known_hardware()["h100-sxm"].read_text().partition("[[protocols]]")[0]
+    top, _, peaks = others.partition("[peak_flops]")
+    inline, tables = (text, "") if text.startswith("protocols") else ("", text)
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{top}\n{inline}\n[peak_flops]{peaks}\n{tables}")
+    with pytest.raises(gt.ConfigError) as caught:
+        load_hardware(str(path))
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_protocol_needs_few_keys(tmp_path):
+    path = tmp_path / "mine.toml"
+    text = known_hardware()["h100-sxm"].read_text().partition("[[protocols]]")[0]
+    path.write_text(text + PROTOCOL)
+    assert load_hardware(str(path)).protocols == (
+        Protocol(
+            name="mine",
+            base_seconds=1e-5,
+            node_latency_seconds=1e-6,
+            network_latency_seconds=5e-6,
+        ),
+    )
+
+
 def test_all_mistakes_of_a_profile_are_said_at_once(tmp_path):
     path = profile(tmp_path, "memory_gib", "-80\nmemory_gb = 80\nzzz = 80")
     text = Path(path).read_text().replace("cuda", "tpu").replace("bfloat16", "bf16")
-    Path(path).write_text("\n".join(each for each in text.split("\n") if "link_eff" not in each))
+    Path(path).write_text("\n".join(each for each in text.split("\n") if "host_eff" not in each))
     with pytest.raises(gt.ConfigError) as caught:
         load_hardware(path)
     lines = str(caught.value).split("\n")
@@ -124,7 +201,7 @@ def test_all_mistakes_of_a_profile_are_said_at_once(tmp_path):
         "'zzz': leave",
         "'tpu'",
         "flops.bf16: not",
-        "link_efficiency",
+        "host_efficiency",
     ]
     assert [sum(words in line for line in lines) for words in said] == [1] * len(lines)
 

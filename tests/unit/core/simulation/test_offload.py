@@ -90,7 +90,7 @@ def test_copies_of_one_direction_follow_each_other_and_the_directions_do_not():
     back = [b.call(RELOAD, n, torch.device("cpu")) for n in (two[0], stored[0])]
     done = [b.call(WAIT_COPY, n, s) for n, s in zip(back, stored, strict=True)]
     joint = b.joint(b.total(*done))
-    hardware = machine(host_bytes_per_second=BYTES, link_efficiency=0.5)
+    hardware = machine(host_bytes_per_second=BYTES, host_efficiency=0.5)
     events = {e.node: e for e in simulate(joint, hardware).timeline.events}
     assert [(events[n].start, events[n].seconds) for n in two] == [(0.0, 2.0), (2.0, 2.0)]
     assert [events[n].start for n in back] == [4.0, 6.0]

@@ -45,9 +45,9 @@ BETTER = [
     {"matmul_efficiency": 1.0},
     {"node_bytes_per_second": 200e9},
     {"node_latency_seconds": 0.0},
-    {"link_efficiency": 1.0},
+    {"node_efficiency": 1.0},
     {"launch_seconds": 0.0},
-    {"collective_seconds": 0.0},
+    {"base_seconds": 0.0},
     {"power_limit_watts": 100},
 ]
 
@@ -55,8 +55,8 @@ BETTER = [
 def test_a_better_machine_is_faster():
     worse = {
         "launch_seconds": 1e-7,
-        "collective_seconds": 1e-5,
-        "link_efficiency": 0.5,
+        "base_seconds": 1e-5,
+        "node_efficiency": 0.5,
         "power_limit_watts": 50,
         "peak_flops": {"float32": 1e8},
         "node_bytes_per_second": 1e7,

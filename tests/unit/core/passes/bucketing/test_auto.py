@@ -25,13 +25,13 @@ from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, MIB
 from graph_trainer.testing import code
-from tests.unit.core.simulation.machines import machine
+from tests.unit.core.simulation.machines import changed, machine
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import captured_decoder, collective
 
 AUTO = BucketCollectivesOptions(strategy="auto")
 SPAN = AUTO.max_span
-SLOW = machine(collective_seconds=1e-4, node_bytes_per_second=2e9)
+SLOW = machine(base_seconds=1e-4, node_bytes_per_second=2e9)
 """Needs 2 MiB to be busy: two matrices of the decoder below."""
 FACTORS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
 
@@ -88,7 +88,7 @@ def test_the_size_that_saturates_a_group_is_the_smallest(profile, kind, ranks):
 
 def test_collectives_stay_alone_where_merging_gains_nothing():
     joint = tagged()
-    hardware = dataclasses.replace(SLOW, collective_seconds=0.0, node_latency_seconds=0.0)
+    hardware = changed(SLOW, base_seconds=0.0, node_latency_seconds=0.0)
     (cap,) = best_caps(joint, members_of(joint), PassContext(hardware=hardware), SPAN).values()
     assert cap == 0
 
@@ -96,7 +96,7 @@ def test_collectives_stay_alone_where_merging_gains_nothing():
 @pytest.mark.parametrize("latency", [1e-6, 1e-3])
 def test_the_fastest_size_is_taken(latency):
     joint = tagged()
-    hardware = dataclasses.replace(SLOW, collective_seconds=latency)
+    hardware = changed(SLOW, base_seconds=latency)
     (cap,) = best_caps(joint, members_of(joint), PassContext(hardware=hardware), SPAN).values()
     by_cap = tried(joint, hardware)
     assert by_cap[cap][0] == pytest.approx(min(seconds for seconds, _ in by_cap.values()))
@@ -124,7 +124,7 @@ def test_it_says_what_it_tried(limit_gib):
 def test_what_does_not_fit_is_not_taken():
     joint = tagged()
     # on a CPU, where memory is taken byte by byte
-    slow = dataclasses.replace(SLOW, collective_seconds=1e-2, device="cpu")
+    slow = changed(SLOW, base_seconds=1e-2, device="cpu")
     by_cap = tried(joint, slow)
     (free,) = best_caps(joint, members_of(joint), PassContext(hardware=slow), SPAN).values()
     smaller = [needed for _, needed in by_cap.values() if needed < by_cap[free][1]]
@@ -174,7 +174,7 @@ def test_another_graph_of_the_step_is_bucketed_alike_without_an_all_reduce(optio
     asked = []
     gt.run_passes(first, config, agreement=Agreed(lambda mine: asked.append(mine) or mine))
     so_far = len(asked)
-    slower = dataclasses.replace(SLOW, collective_seconds=10.0)
+    slower = changed(SLOW, base_seconds=10.0)
     gt.run_passes(second, dataclasses.replace(config, hardware=slower), first=first)
     assert 0 < so_far == len(asked)
     assert buckets(second) == buckets(first)

@@ -59,7 +59,7 @@ MANY = examples(100, suppress_health_check=[HealthCheck.too_slow], derandomize=T
 machines = st.fixed_dictionaries(
     {
         "memory_bytes_per_second": st.sampled_from([1e6, 1e9]),
-        "collective_seconds": st.sampled_from([1e-9, 1e-6, 1e-3]),
+        "base_seconds": st.sampled_from([1e-9, 1e-6, 1e-3]),
         "collective_compute_share": st.sampled_from([0.0, 0.25]),
         "device": st.sampled_from(["cuda", "cpu"]),
     }
@@ -248,7 +248,7 @@ def test_it_says_what_moved_and_what_that_hides():
     groups = make_groups()
     program = ([4, 4], [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)] * 2, 99)
     joint = step_of(program, groups)
-    slow = {"memory_bytes_per_second": 1e2, "collective_seconds": 1.0}
+    slow = {"memory_bytes_per_second": 1e2, "base_seconds": 1.0}
     given, context = options(machine=slow)
     passes = gt.PassConfig(
         passes=[schedule_overlap],
@@ -312,7 +312,7 @@ def captured_wide(tokens, layers):
 
 def in_order_of(tokens, layers=2, first=None, **settings):
     """A step of so many tokens, and the report: scheduled, in the order of a first graph if any."""
-    slow = {"collective_seconds": 1e-3, "memory_bytes_per_second": 1e8}
+    slow = {"base_seconds": 1e-3, "memory_bytes_per_second": 1e8}
     hardware = machine(**slow, device="cpu", **settings)
     config = gt.PassConfig(hardware=hardware, reshard_after_forward="always")
     joint = captured_wide(tokens, layers)
@@ -360,7 +360,7 @@ class OnlyTheFirstFits(OneRank):
 def test_an_order_that_does_not_fit_is_not_taken():
     """Not even the last that is tried, which adds nothing by the scheduler's account."""
     captured, orders = captured_wide(64, 4), []
-    slow = {"collective_seconds": 1e-2, "memory_bytes_per_second": 1e8, "device": "cpu"}
+    slow = {"base_seconds": 1e-2, "memory_bytes_per_second": 1e8, "device": "cpu"}
     config = gt.PassConfig(hardware=machine(**slow), reshard_after_forward="always")
     for changes in ({}, {"disable_passes": ["schedule_overlap"]}):
         joint = copy_graph(captured)
@@ -377,7 +377,7 @@ def test_what_is_in_flight_follows_from_the_memory_that_is_left(monkeypatch):
 
     def scheduled(memory_gib, agreement=None, **settings):
         """Bytes that are needed, seconds of a step, the order, and the seconds lost."""
-        slow = {"collective_seconds": 1e-2, "memory_bytes_per_second": 1e8, "device": "cpu"}
+        slow = {"base_seconds": 1e-2, "memory_bytes_per_second": 1e8, "device": "cpu"}
         hardware = machine(**slow, memory_gib=memory_gib)
         config = gt.PassConfig(hardware=hardware, reshard_after_forward="always", **settings)
         joint = copy_graph(captured)

@@ -18,7 +18,7 @@ from tests.unit.core.passes.overlap.schedule_graphs import (
 )
 from tests.unit.graphs import ALL_REDUCE, BACKWARD, GATHER, SCATTER, aten, c10d
 
-SLOW = {"collective_seconds": 0.1, "memory_bytes_per_second": 1e7}
+SLOW = {"base_seconds": 0.1, "memory_bytes_per_second": 1e7}
 REDUCES = {"role": Role.REDUCE_GRAD, "parameter": "w"}
 
 
@@ -160,7 +160,7 @@ def test_sums_of_reductions_one_of_which_goes_on(products, seconds):
     values = [g.product(g.x) for _ in range(products)]
     second = g.plus(one, g.times(other, 3.0))
     joint = g.done(g.plus(first, second), *values)
-    slow = SLOW | {"collective_seconds": seconds}
+    slow = SLOW | {"base_seconds": seconds}
     assert_same(run(joint), run(scheduled(joint, machine=slow)))
 
 

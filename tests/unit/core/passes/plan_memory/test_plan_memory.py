@@ -33,15 +33,16 @@ from graph_trainer.core.units import GIB
 from graph_trainer.planner.simulated_agreement import as_agreed
 from graph_trainer.testing import targets
 from graph_trainer.titan.memory_table_file import memory_table_of, memory_table_to_toml
+from tests.unit.core.simulation.machines import changed
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
 # launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
 # communication hides recomputation
-MACHINE = replace(
+MACHINE = changed(
     load_hardware("h100-sxm"),
     launch_seconds=0.0,
-    collective_seconds=0.0,
+    base_seconds=0.0,
     node_latency_seconds=0.0,
     node_bytes_per_second=1e18,
     memory_reserved_gib=0.25,
@@ -306,7 +307,7 @@ def on_ranks(*runs):
 
 def test_ranks_of_unlike_machines_leave_one_table():
     """Gathers cost one rank more than another, which ranks see as unlike costs of parameters."""
-    other = replace(ON_CPU, collective_seconds=1e-4, collective_compute_share=1.0)
+    other = changed(ON_CPU, base_seconds=1e-4, collective_compute_share=1.0)
     joint = captured_decoder(layers=4, dim=64, hidden=256)
     auto = {"reshard_after_forward": "auto", "disable_passes": ("bucket_collectives",)}
     least, most = (planned(joint, None, p, ON_CPU, **auto | {"reshard_after_forward": r})[1]

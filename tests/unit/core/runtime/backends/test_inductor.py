@@ -115,7 +115,7 @@ def test_collectives_run_in_the_order_of_the_graph(scheduled):
     plain = order_in_graph(joint)
     if scheduled:
         # a product takes as long as a collective
-        how = {"collective_seconds": 1e-5, "memory_bytes_per_second": 1e8}
+        how = {"base_seconds": 1e-5, "memory_bytes_per_second": 1e8}
         schedule_overlap(joint, *options(machine=how))
     wanted = order_in_graph(joint)
     assert (wanted != plain) == scheduled
