@@ -180,3 +180,11 @@ def sized(value: Any) -> Any:
             shape_of(value), stride_of(value), dtype=value.dtype, device="meta"
         )
     return value
+
+
+def distinct_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes to expect of a tensor's elements, each element of memory counted once.
+
+    An expanded dimension does not count, nor do elements that a slice skips.
+    """
+    return min(nbytes_of(tensor), storage_bytes(tensor))

@@ -30,6 +30,8 @@ class Fusion:
     """The group of every fusible node. The nodes of a group run as one kernel."""
     kept_inside: set[Storage]
     """Storages that only nodes of their group read: they are never allocated."""
+    is_compiled: Callable[[fx.Node], bool] = lambda node: False
+    """Whether a compiler sees a node, and may generate its kernels if it is in no group too."""
 
 
 NO_FUSION = Fusion({}, set())
@@ -91,7 +93,7 @@ def fuse(
             root = roots[source]
             if root in inside and group.get(node) != group[root[0]]:
                 inside.discard(root)
-    return Fusion(group, inside)
+    return Fusion(group, inside, may_fuse)
 
 
 def fuse_in_regions(joint: JointGraph) -> Fusion:
@@ -103,7 +105,7 @@ def fuse_in_regions(joint: JointGraph) -> Fusion:
         region_of.update(dict.fromkeys(region.nodes, index))
         returned.update((node, 0) for node in region.outputs)
     fusion = fuse(joint, region_of.__contains__, part_of=region_of.get)
-    return Fusion(fusion.group, fusion.kept_inside - returned)
+    return Fusion(fusion.group, fusion.kept_inside - returned, region_of.__contains__)
 
 
 def read_until(joint: JointGraph, fusion: Fusion) -> dict[Storage, int]:

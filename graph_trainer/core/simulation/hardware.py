@@ -112,10 +112,17 @@ class Hardware:
     """Part of it that the driver, the context and the communication library use, GiB."""
     memory_bytes_per_second: float
     """Bandwidth of the device's memory."""
+    compute_units: int
+    """Units that compute parts of a kernel on their own, such as the SMs of a GPU; 1 for a device
+    whose products are not divided into tiles."""
+    compute_capability: float
+    """CUDA's version of the chip, by which PyTorch chooses kernels; 0 for another chip."""
+    memory_latency_seconds: float
+    """How long a kernel waits for data from memory while other kernels' blocks read too."""
     peak_flops: dict[str, float]
     """Dense FLOP/s by dtype name, such as "bfloat16", at `power_watts`."""
     matmul_efficiency: float
-    """Part of `peak_flops` that matmuls reach at `power_watts`."""
+    """Part of `peak_flops` that large square products reach at `power_watts`."""
     attention_efficiency: float
     """Part of `peak_flops` that fused attention reaches at `power_watts`."""
     memory_efficiency: float
@@ -254,6 +261,8 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8
 
 _MAY_BE_ZERO = {
     "memory_reserved_gib",
+    "compute_capability",
+    "memory_latency_seconds",
     "launch_seconds",
     "power_idle_watts",
     "base_seconds",
@@ -343,5 +352,5 @@ def _problems(key: str, value: Any) -> Iterator[str]:
         yield f"{setting}: leaves nothing to compute with; write a number below 1"
     elif key.endswith(("_efficiency", "bandwidth_share")) and value > 1:
         yield f"{setting}: a part of the peak, between 0 and 1"
-    elif key == "devices_per_node" and value != int(value):
+    elif key in ("compute_units", "devices_per_node") and value != int(value):
         yield f"{setting}: not a whole number"

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from graph_trainer.core.analysis.fusible import free_nodes
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of, value_of
 from graph_trainer.core.graph.content import once_per_node
-from graph_trainer.core.graph.data_sizes import nbytes_of, sized, storage_bytes
+from graph_trainer.core.graph.data_sizes import distinct_bytes, nbytes_of, sized
 from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -27,6 +27,18 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.kernel_launches import (
+    Kernels,
+    launches_of,
+    row_kernels,
+    runs_no_kernel,
+)
+from graph_trainer.core.simulation.matmul_costs import (
+    Product,
+    ProductTime,
+    product_time,
+    products_of,
+)
 from graph_trainer.core.torch_private import inputs_of
 
 
@@ -49,11 +61,11 @@ class Cost(NamedTuple):
     flops: int
     bytes: int
     """Bytes read from and written to memory."""
-    launches: int = 0
-    """Kernels that are launched for it."""
+    launches: int = 1
+    """Kernels that the host launches: none for views and for all but one node of a fused group."""
 
 
-_FREE = Cost(CostKind.FREE, 0.0, 0, 0)
+_FREE = Cost(CostKind.FREE, 0.0, 0, 0, launches=0)
 
 # torch's counter knows the kernel for GPUs; the kernel for CPUs computes the same.
 _SAME_FLOPS = {
@@ -97,23 +109,28 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     """Return the cost of every node on one rank. Linear in nodes.
 
     Collectives and a GPU's copies to host memory and back cost nothing here: they take the time of
-    links. Any other node takes the time of its FLOPs at the efficiency of its kind or the time of
-    its bytes, whichever is longer, and at least the time of a launch. A fused group is launched
-    once, reads only storages from outside and writes only storages that other nodes read.
+    links. Any other node takes the time of its bytes, or that of its FLOPs if it is longer: of a
+    product by its tiles, of others at the efficiency of their kind. Each kernel takes at least a
+    launch. A fused group is launched once, reads only storages from outside and writes only
+    storages that other nodes read. On a GPU an op that moves rows takes the time of its kernels.
     """
+    on_gpu = hardware.device != "cpu"
     is_free = free_nodes(joint.graph)
     flops_by_node = _flops_by_node(joint.graph)
+    products = products_of(joint.graph)
+    product_times: dict[Product, ProductTime] = {}
     roots = storage_roots(joint.graph)
     size = _sizes(joint.graph)
     read_by: dict[int, set[Storage]] = {}  # the storages that a fused group has read so far
+    speed = hardware.memory_bytes_per_second * hardware.memory_efficiency
 
-    def traffic_of(node: fx.Node) -> tuple[int, bool]:
-        """Return the bytes that a node moves, and whether a kernel is launched for it."""
+    def traffic_of(node: fx.Node) -> tuple[int, int]:
+        """Return the bytes that a node moves, and the kernels that are launched for it."""
         group = fusion.group.get(node)
         written, reads = _traffic_alone(node, size)
         if group is None:
-            return written + sum(reads.values()), True
-        launches = group not in read_by
+            return written + sum(reads.values()), launches_of(node) if on_gpu else 1
+        launches = int(group not in read_by)
         already_read = read_by.setdefault(group, set())
         moved = 0 if roots[node] in fusion.kept_inside else written
         for source, num in reads.items():
@@ -129,23 +146,48 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         if is_free[node] or node.op != "call_function" or is_collective(node):
             cost[node] = _FREE
             continue
-        if starts_copy(node) and hardware.device != "cpu":
+        if on_gpu and runs_no_kernel(node):
+            cost[node] = _FREE
+            continue
+        if on_gpu and starts_copy(node):
             num = nbytes_of(tensor_of(node))
             cost[node] = Cost(CostKind.HOST_COPY, seconds=0.0, flops=0, bytes=num)
             continue
+        if on_gpu and node not in fusion.group:
+            kernels = row_kernels(node, fusion.is_compiled(node), hardware)
+            if kernels is not None:
+                cost[node] = _cost_of_kernels(kernels, hardware)
+                continue
         moved, launches = traffic_of(node)
         flops, kind = flops_by_node[node]
-        seconds = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
-        if flops:
+        seconds = moved / speed
+        product = products[node]
+        if product is not None:
+            if product not in product_times:
+                product_times[product] = product_time(product, hardware)
+            by_tiles, launches = product_times[product]
+            seconds = max(seconds, by_tiles)
+        elif flops:
             dtype = next((t.dtype for n in inputs_of(node) for t in tensors_of(n)), None)
             peak = hardware.flops(dtype or torch.float32) * hardware.clock
             efficiency = hardware.matmul_efficiency
             if kind is CostKind.ATTENTION:
                 efficiency = hardware.attention_efficiency
             seconds = max(seconds, flops / (peak * efficiency))
-        least = hardware.launch_seconds if launches else 0.0
-        cost[node] = Cost(kind, max(seconds, least), flops, moved, int(launches))
+        seconds = max(seconds, launches * hardware.launch_seconds)
+        cost[node] = Cost(kind, seconds, flops, moved, launches)
     return cost
+
+
+def _cost_of_kernels(kernels: list[Kernels], hardware: Hardware) -> Cost:
+    """Return the cost of an op that launches kernels one after another."""
+    return Cost(
+        CostKind.MEMORY,
+        seconds=sum(each.seconds(hardware) for each in kernels),
+        flops=0,
+        bytes=sum(each.launches * (each.bytes + each.scattered_bytes) for each in kernels),
+        launches=sum(each.launches for each in kernels),
+    )
 
 
 def _traffic_alone(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Node, int]]:
@@ -170,7 +212,7 @@ def _traffic_alone(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dic
 @once_per_node
 def _sizes(node: fx.Node) -> int:
     """Return the bytes of a node's tensors, in which an expanded dimension counts once."""
-    return sum(min(nbytes_of(t), storage_bytes(t)) for t in tensors_of(node))
+    return sum(map(distinct_bytes, tensors_of(node)))
 
 
 def flops_of(node: fx.Node) -> tuple[int, CostKind]:

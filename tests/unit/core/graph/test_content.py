@@ -24,7 +24,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.graph.writes import Writes, access_order, writes_of
-from graph_trainer.core.simulation import op_costs
+from graph_trainer.core.simulation import matmul_costs, op_costs
 from tests.unit.graphs import captured
 from tests.unit.planner.test_expert_parallel import fake_rank
 
@@ -35,6 +35,7 @@ FACTS = (
     *(value_storages, storage_roots, writes_of, access_order, lifetimes._uses, lifetimes._sizes),
     *(lifetimes._plain_lifetimes, lifetimes._stored_bytes, free_nodes, fusible_nodes),
     *(written_by_node, collective_kinds, once_nodes, op_costs._sizes, op_costs._flops_by_node),
+    matmul_costs.products_of,
 )
 
 

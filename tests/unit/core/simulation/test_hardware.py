@@ -30,6 +30,7 @@ def test_a_shipped_profile_is_read_and_its_parts_fit_together(name):
     for protocol in hardware.protocols:
         assert protocol.node_latency_seconds <= protocol.network_latency_seconds
     assert 0.5 < hardware.clock <= 1
+    assert (hardware.compute_units > 1) == (hardware.device == "cuda")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -109,6 +110,8 @@ BAD_VALUES = {
     "nothing": ("memory_gib", "0", "positive"),
     "no number": ("memory_bytes_per_second", "nan", "nan"),
     "more than the peak": ("matmul_efficiency", "1.1", "between 0 and 1"),
+    "half a unit": ("compute_units", "1.5", "not a whole number"),
+    "no unit": ("compute_units", "0", "positive"),
     "an unknown device": ("device", '"tpu"', '"cuda" or "cpu"'),
     "more reserved than there is": ("memory_reserved_gib", "200", "leaves nothing"),
     "a key like another": ("memory_gib", "80\nmemory_gb = 80", "'memory_gb': did you mean '"),
@@ -206,8 +209,9 @@ def test_all_mistakes_of_a_profile_are_said_at_once(tmp_path):
     assert [sum(words in line for line in lines) for words in said] == [1] * len(lines)
 
 
-def test_zero_is_allowed_where_something_can_take_no_time(tmp_path):
-    assert load_hardware(profile(tmp_path, "launch_seconds", "0")).launch_seconds == 0
+@pytest.mark.parametrize("key", ["launch_seconds", "memory_latency_seconds", "compute_capability"])
+def test_zero_is_allowed_where_something_can_take_no_time_or_be_missing(tmp_path, key):
+    assert getattr(load_hardware(profile(tmp_path, key, "0")), key) == 0
 
 
 def test_a_file_that_is_no_profile(tmp_path):
