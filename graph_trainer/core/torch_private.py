@@ -50,6 +50,9 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 # A graph module that generates its code when it is called, as most copies of a graph never are.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401
 
+# The mode by which make_fx records ops, and the node of a tensor in its graph.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
 # Symbols for sizes that only data decide, which a fake mode gives to `.item()`.
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 
@@ -312,6 +315,25 @@ def fake_like(
             meta = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
         meta.requires_grad_(value.requires_grad)
         return FakeTensor(mode, meta, device)
+
+
+def traced_node(tensor: torch.Tensor) -> fx.Node:
+    """Return the node of a fake tensor in the graph that make_fx is recording."""
+    mode = get_proxy_mode()
+    assert mode is not None, "a trace is under way"
+    node: fx.Node = get_proxy_slot(tensor, mode.tracer).proxy.node
+    return node
+
+
+def read_next_as(tensor: torch.Tensor, number: torch.SymInt) -> None:
+    """Let the next read of a fake tensor's value return a number that is known.
+
+    The number is a new object of the same expression, so that a trace knows its node from that of
+    `number`. FakeTensor stores what was read from it, and returns it to later reads.
+    """
+    assert isinstance(tensor, FakeTensor)
+    expression = number.node.expr
+    tensor.item_memo = number.node.shape_env.create_symintnode(expression, hint=None)
 
 
 def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:

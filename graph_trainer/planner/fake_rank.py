@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.capture.capture import capture_step
 from graph_trainer.core.capture.tracing.trace import Step
@@ -24,7 +25,7 @@ from graph_trainer.titan.parallelize import parallelized
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 
 from torchtitan.config import TORCH_DTYPE_MAP  # isort: skip
-from torchtitan.distributed import ParallelDims, utils as dist_utils  # isort: skip
+from torchtitan.distributed import activation_checkpoint, ParallelDims, utils as dist_utils  # isort: skip
 from torchtitan.tools import utils  # isort: skip
 
 
@@ -103,6 +104,7 @@ class FakeRank:
             if self.device != "cpu":
                 stack.enter_context(flash_attention_as_on_gpu())
                 stack.enter_context(autocast_as_on_gpu())
+                stack.enter_context(host_copies_saved_as_on_gpu())
             return capture_step(step, self.config.compile.full_capture or None)
 
 
@@ -124,6 +126,29 @@ def autocast_as_on_gpu() -> Iterator[None]:
         return patch.object(F, "linear", cast)
 
     with patch.object(torch, "autocast", autocast):
+        yield
+
+
+@contextlib.contextmanager
+def host_copies_saved_as_on_gpu() -> Iterator[None]:
+    """While entered: torchtitan's selective checkpoint saves what is copied from meta to the host.
+
+    So it does with copies from a GPU, which it knows by "cuda" in the name of the device: without
+    them a recomputed exchange of experts would wait for its numbers of tokens again.
+    """
+    original = activation_checkpoint.create_selective_checkpoint_contexts
+
+    def contexts(policy: Callable[..., CheckpointPolicy]) -> Any:
+        def as_on_gpu(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op is torch.ops.aten._to_copy.default and args[0].device.type == "meta":
+                target = kwargs.get("device")
+                if target is not None and target.type == "cpu":
+                    return CheckpointPolicy.MUST_SAVE
+            return policy(context, op, *args, **kwargs)
+
+        return original(as_on_gpu)
+
+    with patch.object(activation_checkpoint, "create_selective_checkpoint_contexts", contexts):
         yield
 
 

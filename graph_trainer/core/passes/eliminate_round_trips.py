@@ -62,10 +62,12 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
             return
         trips = _RoundTrips(joint)
         # from the end, because the nodes before a slice are then still unchanged
+        unread = {node for node in joint.graph.nodes if not node.users}
         shortened = [trips.shorten(node) for node in reversed(slices)]
         if not any(shortened):
             return
-        erase_unused(joint.graph)
+        now_unread = {node for node in joint.graph.nodes if not node.users}
+        erase_unused(joint.graph, among=now_unread - unread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,17 +150,18 @@ def _fuse_chains(
             chains.pop(previous, None)
             chains[node] = (first, partition)
     groups = groups_within([partition for _, partition in chains.values()], agreement)
+    left_out: set[fx.Node] = set()
     for node, (first, partition) in chains.items():
         schema = schema_of(node)
         assert schema is not None
         arguments: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
+        left_out.add(arguments["input"])
         arguments["input"] = argument(first, "input")
         arguments["group_size"] = len(partition[0])
         arguments["group_name"] = groups[partition]
         node.args = tuple(arguments.values())
         node.kwargs = {}
-    if chains:
-        erase_unused(joint.graph)
+    erase_unused(joint.graph, among=left_out)
 
 
 def _consecutive(joint: JointGraph, result: Result, role: Role) -> dict[fx.Node, fx.Node]:

@@ -51,24 +51,25 @@ def trace_counts(graph: fx.Graph) -> None:
     symbols = [n for n in graph.nodes if n.target is aten._local_scalar_dense.default]
     if not symbols:
         return
-    exchanges: dict[fx.Node, int] = {}
+    sizes = value_of(symbols[0]).node.shape_env
+    # by the symbols that an exchange returned: one that is recomputed returns those of the first
+    exchanges: dict[tuple[object, ...], int] = {}
     for node in graph.nodes:
         sent = argument(node, "input_split_sizes")
         received = argument(node, "output_split_sizes")
         if not argument_nodes([sent, received]):
             continue
         exchange, returns_rows = _exchange_of(node, sent, received)
-        number = exchanges.setdefault(exchange, len(exchanges))
+        # the rows that this rank receives from the others, or has received when it returns them
+        local = tuple(value_of(split).node.expr for split in (sent if returns_rows else received))
+        if local not in exchanges:
+            exchanges[local] = len(exchanges)
+            sizes.exchanges.append(Exchange(module_of(exchange) or "", local))
+        number = exchanges[local]
         annotate_node(node, annotation(counts=f"{number} back" if returns_rows else f"{number}"))
         rows = tensor_of(argument(node, "input")).shape[0]
         _expect(sent, rows)
         _expect(received, rows)
-        # the rows that this rank receives from the others, or has received when it returns them
-        local = sent if returns_rows else received
-        sizes = value_of(local[0]).node.shape_env
-        if number == len(sizes.exchanges):
-            local_symbols = tuple(value_of(split).node.expr for split in local)
-            sizes.exchanges.append(Exchange(module_of(exchange) or "", local_symbols))
     for node in symbols:
         size = value_of(node)
         if size.node.expr not in size.node.shape_env.expected:

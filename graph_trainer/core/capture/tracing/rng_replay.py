@@ -240,6 +240,11 @@ class _DrawnValues(NamedTuple):
         return cls(draw, written)
 
 
+def draw_of(node: fx.Node) -> int | None:
+    """Return the mark of a random node while a step is traced: a repeated draw has the first's."""
+    return (node.meta.get(_CUSTOM) or {}).get(_DRAW)
+
+
 def _pop_annotation(node: fx.Node, key: str) -> Any:
     custom = dict(node.meta.get(_CUSTOM) or {})
     value = custom.pop(key, None)

@@ -27,6 +27,7 @@ from graph_trainer.core.capture.refusals.side_effects import (
 from graph_trainer.core.capture.tracing.model_state import ModelState
 from graph_trainer.core.capture.tracing.module_scopes import Scopes
 from graph_trainer.core.capture.tracing.output_aliasing import TakenMemory
+from graph_trainer.core.capture.tracing.repeated_reads import RepeatedReads
 from graph_trainer.core.capture.tracing.rng_replay import RandomDraws, share_repeated_draws
 from graph_trainer.core.capture.tracing.views import let_views_copy, views_out_of_place
 from graph_trainer.core.graph.annotations import Phase, annotation, copy_annotations, value_of
@@ -170,6 +171,7 @@ class StepTrace:
             swap_tensors(self.step.model, {id(s.real): s.tensor for s in stand_ins}),
             SideEffects(self.results),
             RandomDraws(),
+            RepeatedReads(),
             _autocast_cache(),
         ):
             if self.step.backward:

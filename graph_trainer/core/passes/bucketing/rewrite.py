@@ -6,7 +6,7 @@ import functools
 import heapq
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
         keys |= {node: (anchor, 1, i) for i, node in enumerate(nodes)}
         if not reduces:
             gathers.append((anchor, nodes))
-    erase_unused(joint.graph)  # the members, and casts and copies that no bucket needs
+    # the members, and casts and copies that no bucket needs
+    erase_unused(joint.graph, among={wait for b in buckets for m in b for wait in m.node.users})
     for anchor, nodes in sorted(gathers, key=lambda entry: entry[0]):
         # the inputs of a gather are sorted before it, unless they come earlier already
         stack = [source for node in nodes for source in node.all_input_nodes]
@@ -69,10 +70,10 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
                 continue
             keys[node] = (anchor, -1, *keys[node])
             stack += node.all_input_nodes
-    _sort(joint.graph, keys)
+    sort_nodes(joint.graph, keys)
 
 
-def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
+def sort_nodes(graph: fx.Graph, keys: Mapping[fx.Node, tuple[int, ...]]) -> None:
     """Sort the nodes by their keys, each after its inputs. n log n."""
     num_missing = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [(keys[node], node) for node, count in num_missing.items() if not count]

@@ -1,12 +1,14 @@
 """Sizes that data decide: where they come from, what is expected of them, and what is refused."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import counts_of, tensors_of, value_of
+from graph_trainer.core.graph.annotations import counts_of, is_backward, tensors_of, value_of
 from graph_trainer.core.graph.data_sizes import (
     bound,
     data_sizes_of,
@@ -18,6 +20,7 @@ from graph_trainer.core.graph.data_sizes import (
     sized,
     storage_bytes,
 )
+from graph_trainer.core.graph.ops import argument_nodes
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from tests.unit.core.capture.exchanging import RANKS, ROWS, exchanging
@@ -105,6 +108,43 @@ def test_all_to_alls_name_the_exchange_that_decides_their_splits():
     forward = [None, "0", "0 back", None, "1", "1 back"]
     # the batch needs no gradient, so that nothing returns to it
     assert named == [*forward, "1", "1 back", "0"]
+
+
+@pytest.mark.parametrize(
+    "of_model",
+    [
+        {"checkpointed": {"early_stop": False}},
+        {"checkpointed": {"preserve_rng_state": False}},
+        {"checkpointed": {}, "dropout": 0.5},
+    ],
+    ids=["all of a block", "up to what backward needs", "the same draws"],
+)
+def test_a_recomputed_exchange_has_the_sizes_of_the_first(of_model):
+    joint = exchanging(layers=2, **of_model)
+    read = defaultdict(list)
+    for node in symbols(joint):
+        read[is_backward(node)].append(value_of(node).node.expr)
+    first, recomputed = read[False], read[True]
+    assert len(set(first)) == len(first) == 2 * 2 * RANKS
+    assert recomputed == first[2 * RANKS :] + first[: 2 * RANKS], "the last layer comes first"
+    sizes = data_sizes_of(value_of(joint.placeholders()[0]))
+    assert sizes.received_rows() == [ROWS, ROWS]
+    # by its exchange, and whether the splits are numbers that backward reads again, as eager does:
+    # the recomputed rows travel by these, gradients by those of forward
+    sent = []
+    for collective in collectives(joint):
+        if collective.kind == "all_to_all_single" and is_backward(collective.node):
+            splits = argument_nodes(collective.node.args[1:])
+            sent.append((counts_of(collective.node), {is_backward(n) for n in splits}))
+    again, gradients = {True}, {False}
+    last = [(None, set()), ("1", again), ("1 back", again), ("1", gradients), ("1 back", gradients)]
+    # the batch needs no gradient, so that nothing returns to it
+    assert sent == [*last, (None, set()), ("0", again), ("0 back", again), ("0", gradients)]
+
+
+def test_an_exchange_by_other_draws_has_sizes_of_its_own():
+    with pytest.raises(gt.CaptureError, match="Could not guard"):
+        exchanging(checkpointed={"preserve_rng_state": False}, dropout=0.5)
 
 
 def test_the_order_is_proved_whatever_the_ranks_send():
