@@ -6,6 +6,7 @@ The arithmetic of tiles and waves is that of NVIDIA's Matrix Multiplication Back
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ Tile = tuple[int, int]
 """The rows and columns of the part of a result that one unit computes at a time."""
 
 
-class Product(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Product:
     """One or more matrix products of equal shapes that one op computes."""
 
     groups: int
@@ -120,7 +122,7 @@ def product_time(product: Product, hardware: Hardware) -> ProductTime:
         # one product after another, which the host launches once it has copied the offsets
         # (_grouped_mm_fallback in PyTorch's aten/src/ATen/native/GroupedMMUtils.h)
         rows = ceil(product.rows / product.groups)
-        one = _plain_time(product._replace(groups=1, rows=rows, is_grouped=False), hardware)
+        one = _plain_time(replace(product, groups=1, rows=rows, is_grouped=False), hardware)
         least = one.kernels * hardware.launch_seconds
         seconds = product.groups * max(one.seconds, least) + hardware.launch_seconds
         return ProductTime(seconds, product.groups * one.kernels + 1)

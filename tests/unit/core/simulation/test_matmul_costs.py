@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_a_group_that_ends_inside_a_tile_takes_the_whole_tile(name):
     hardware = load_hardware(name)
     full, one_more, next_full = (grouped(64, rows, 2048, 2048) for rows in (1536, 1537, 1792))
     assert seconds(full, hardware) < seconds(one_more, hardware) == seconds(next_full, hardware)
-    one_group = full._replace(rows=full.rows + 1)  # only one of 64 groups has a row more
+    one_group = replace(full, rows=full.rows + 1)  # only one of 64 groups has a row more
     assert seconds(one_group, hardware) < 1.05 * seconds(full, hardware)
 
 
@@ -173,7 +174,7 @@ def test_float32_takes_the_speed_of_float32():
     hardware = load_hardware("h100-sxm")
     ratio = hardware.flops(BF16) / hardware.flops(torch.float32)
     router = dense(16384, 64, 2048, torch.float32)
-    assert seconds(router, hardware) > 0.5 * ratio * seconds(router._replace(dtype=BF16), hardware)
+    assert seconds(router, hardware) > 0.5 * ratio * seconds(replace(router, dtype=BF16), hardware)
 
 
 def call_of(op, *shapes, **kwargs):
