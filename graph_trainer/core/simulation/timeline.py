@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 from torch import fx
@@ -17,8 +18,8 @@ from graph_trainer.core.graph.collective_kinds import Effect
 from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kinds, storage_roots
-from graph_trainer.core.simulation.collective_costs import collective_seconds
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.collective_costs import collective_parts
+from graph_trainer.core.simulation.hardware import Hardware, Link
 from graph_trainer.core.simulation.host import reads_on_host
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
@@ -115,10 +116,11 @@ def play(
 
     Compute nodes run one after another. A collective starts when the compute stream reaches it
     and the stream of its group is free. Compute continues meanwhile, and is idle at a wait until
-    the collective is complete. While a collective runs, compute has a smaller part of the device;
-    streams do not slow each other down otherwise. A GPU's copies to host memory and back run like
-    collectives, on a stream for each direction, and do not slow compute down. The copies that
-    `runtime` makes of buckets take time too.
+    the collective is complete. While a collective runs, compute has a smaller part of the device. A
+    GPU's copies to host memory and back run like collectives, on a stream for each direction, and
+    do not slow compute down. Transfers over one link, or over links that the hardware shares, take
+    turns: together they take as long as side by side, at a part of the bandwidth each. The copies
+    that `runtime` makes of buckets take time too.
 
     Args:
         issued, cost: the results of `collectives` and `costs`.
@@ -132,7 +134,8 @@ def play(
     bucket_copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     # the times at which streams become free, and at which collectives and copies end
     group_free: dict[str, float] = defaultdict(float)
-    link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
+    copies_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
+    links = _Links(hardware)
     copy_end: dict[fx.Node, float] = {}
     ends: dict[object, tuple[float, Collective]] = {}
     copy_wait_seconds = 0.0
@@ -154,20 +157,22 @@ def play(
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]
-            seconds = collective_seconds(collective, hardware)
+            latency, transfer, link = collective_parts(collective, hardware)
             if collective.role is Role.REDUCE_GRAD:  # into the bucket, before it is reduced
-                seconds += bucket_copies.pop(node)
+                latency += bucket_copies.pop(node)
             start = max(now, host_now, group_free[stream])
-            group_free[stream] = start + seconds
-            ends[roots[node]] = (group_free[stream], collective)
-            events.append(Event(node, stream, start, seconds))
+            end = links.transfer(start + latency, transfer, link, Direction.OUT, Direction.IN)
+            group_free[stream] = end
+            ends[roots[node]] = (end, collective)
+            events.append(Event(node, stream, start, end - start))
         elif cost[node].kind is CostKind.HOST_COPY:
             stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
             seconds = hardware.host_copy_seconds(cost[node].bytes)
-            start = max(now, host_now, link_free[stream])
-            link_free[stream] = start + seconds
-            copy_end[node] = link_free[stream]
-            events.append(Event(node, stream, start, seconds))
+            start = max(now, host_now, copies_free[stream])
+            direction = Direction.OUT if stream == TO_HOST else Direction.IN
+            end = links.transfer(start, seconds, Link.HOST, direction)
+            copies_free[stream] = copy_end[node] = end
+            events.append(Event(node, stream, start, end - start))
         elif waits_for_copy(node):
             idle = max(0.0, copy_end.get(node.all_input_nodes[0], 0.0) - now)
             copy_wait_seconds += idle
@@ -204,8 +209,9 @@ def play(
     busy: dict[str, float] = defaultdict(float)
     for event in events:
         busy[event.stream] += event.seconds
-    end = max([now, host_now, *group_free.values(), *link_free.values()])
-    host_wait_seconds += max(0.0, host_now - max([now, *group_free.values(), *link_free.values()]))
+    device_end = max([now, *group_free.values(), *copies_free.values()])
+    end = max(device_end, host_now)
+    host_wait_seconds += end - device_end
     return Timeline(
         events,
         starts,
@@ -216,6 +222,31 @@ def play(
         host_wait_seconds,
         end - host_now,
     )
+
+
+class Direction(Enum):
+    """Whether a transfer sends bytes of the device or receives some; links do both at once."""
+
+    OUT = "out"
+    IN = "in"
+
+
+class _Links:
+    """The links of a device, and when each is free."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._shared = hardware.shared_links
+        self._free: dict[tuple[Link, Direction], float] = defaultdict(float)
+
+    def transfer(self, ready: float, seconds: float, link: Link, *directions: Direction) -> float:
+        """Return the end of a transfer that could start at `ready`, and let its link be busy."""
+        if not seconds:  # a message without bytes
+            return ready
+        physical = self._shared[0] if link in self._shared else link
+        places = [(physical, direction) for direction in directions]
+        end = max([ready, *(self._free[place] for place in places)]) + seconds
+        self._free.update(dict.fromkeys(places, end))
+        return end
 
 
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role
+from graph_trainer.core.graph.host_copies import OFFLOAD, WAIT_COPY
+from graph_trainer.core.simulation.hardware import Link
 from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.core.simulation.timeline import (
@@ -177,3 +179,41 @@ def test_of_every_step(program):
         assert each.delayed is (after[0] if after else None) and each.seconds > 0
         if each.delayed is not None:
             assert begins[each.delayed] >= ends[each.collective.node] - 1e-12
+
+
+def copying(shared_links):
+    """A GPU that sends 8 bytes to host memory while a collective across nodes moves its bytes,
+    each for a second."""
+    b = Steps()
+    b.wait(b.start("b"))
+    copy = b.call(OFFLOAD, b.x)
+    b.wait(b.start("b"))
+    b.call(WAIT_COPY, copy, b.x)
+    hardware = machine(
+        devices_per_node=1,
+        node_latency_seconds=0.0,
+        network_latency_seconds=0.0,
+        network_bytes_per_second=16.0,
+        shared_links=shared_links,
+    )
+    joint = b.joint(b.call(aten.sum.default, b.x))
+    joint.groups = GROUPS
+    free = Cost(CostKind.FREE, 0.0, 0, 0)
+    cost = dict.fromkeys(joint.graph.nodes, free)
+    cost[copy] = Cost(CostKind.HOST_COPY, 0.0, 0, 10**9)
+    return play(joint, collectives(joint), cost, hardware)
+
+
+def test_transfers_over_one_link_take_turns():
+    assert copying(()).step_seconds == pytest.approx(2.0)
+    assert copying((Link.NETWORK, Link.HOST)).step_seconds == pytest.approx(3.0)
+
+
+def test_two_groups_share_a_network_card_and_not_their_latencies():
+    b = Steps()
+    started = [b.start("a"), b.start("b")]
+    for node in started:
+        b.wait(node)
+    apart = {"devices_per_node": 1, "network_bytes_per_second": 16.0, "base_seconds": 0.5}
+    hardware = machine(node_latency_seconds=0.0, network_latency_seconds=0.0, **apart)
+    assert b.played(hardware=hardware).step_seconds == pytest.approx(0.5 + 1.0 + 1.0)
