@@ -187,7 +187,7 @@ def play(
                 # until the host has issued the wait, compute is idle because of the host
                 late = max(0.0, min(host_now, end) - now)
                 host_wait_seconds += late
-                now += late
+                now = starts[-1] = now + late
             if end > now:
                 purpose = traffic[collective.node]
                 exposed.append(ExposedWait(node, collective, purpose, end - now))

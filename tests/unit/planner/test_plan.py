@@ -47,6 +47,7 @@ from graph_trainer.titan.training_state_memory import (
     other_memory_of,
     trained_bytes,
 )
+from tests.unit.core.simulation.machines import INSTANT
 from tests.unit.graphs import captured_decoder
 from tests.unit.planner.conftest import shown
 
@@ -64,9 +65,19 @@ CAPTURES = Captures(most=30)
 
 
 @cache
-def planned(*more: str, ranks: int = 4, hardware: str = "h100-sxm", rank: int = 0) -> Plan:
-    given = (small(*more, ranks=ranks), ranks, load_hardware(hardware))
-    return make_plan(*given, rank=rank, captures=CAPTURES)
+def planned(
+    *more: str,
+    ranks: int = 4,
+    hardware: str = "h100-sxm",
+    rank: int = 0,
+    instant_host: bool = False,
+) -> Plan:
+    """Plan a small model, which waits for the host in every step unless that takes no time."""
+    machine = load_hardware(hardware)
+    if instant_host:
+        machine = dataclasses.replace(machine, host=INSTANT)
+    config = small(*more, ranks=ranks)
+    return make_plan(config, ranks, machine, rank=rank, captures=CAPTURES)
 
 
 def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():
@@ -280,7 +291,7 @@ def test_the_headline_says_what_was_planned_and_the_verdict_names_the_limit():
 
 
 def test_nodes_have_module_and_op_and_the_only_parallelism_its_name():
-    plan = planned("--parallelism.tensor_parallel_degree", "4")
+    plan = planned("--parallelism.tensor_parallel_degree", "4", instant_host=True)
     report = readable_report(plan)
     nodes = {node.name: node for node in plan.simulation.joint.graph.nodes}
     peaks = [report["peak"]["node"], *(each["node"] for each in report["peak"]["largest"])]
@@ -418,11 +429,11 @@ def test_the_fewest_ranks_are_those_on_which_it_fits(monkeypatch):
 
 def test_room_to_spare_is_said_and_what_would_use_it():
     layers = ("--activation_checkpoint.type", "full")
-    plan = planned(*layers, "--training.seq_len", "512")
+    plan = planned(*layers, "--training.seq_len", "512", instant_host=True)
     said = readable_report(plan)["spare"]
     words = said[said.index("--") : said.index(" makes again only")].split()
     assert said in " ".join(shown(plan).split())
-    better = planned(*words, "--training.seq_len", "512")
+    better = planned(*words, "--training.seq_len", "512", instant_host=True)
     assert better.fits and better.step_seconds < plan.step_seconds
     part = 1 - better.step_seconds / plan.step_seconds
     said_part = float(re.search(r"takes ([\d.]+)%", said)[1]) / 100
