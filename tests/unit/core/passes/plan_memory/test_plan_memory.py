@@ -36,11 +36,13 @@ from graph_trainer.titan.memory_table_file import memory_table_of, memory_table_
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
-# launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
-# communication hides recomputation
+# launches, tiles and links cost nothing, so that small ops cost what their bytes and FLOPs do, and
+# no communication hides recomputation
 MACHINE = replace(
     load_hardware("h100-sxm"),
     launch_seconds=0.0,
+    compute_units=1,
+    memory_latency_seconds=0.0,
     collective_seconds=0.0,
     node_latency_seconds=0.0,
     node_bytes_per_second=1e18,
