@@ -140,22 +140,20 @@ def test_a_group_that_ends_inside_a_tile_takes_the_whole_tile(name):
 
 
 def test_groups_take_the_tiles_of_pytorchs_kernel():
-    hardware = units(10)
     work = {(64, 128): 8192 + 18 * 192, (128, 256): 32768 + 18 * 384}
-    large = 2 * LARGE**3 / (1e12 * hardware.matmul_efficiency)
-    multiplication = large / 205 / (LARGE * work[128, 256])
+    large = 2 * LARGE**3 / (1e12 * units(7).matmul_efficiency)
+    multiplication = large / 293 / (LARGE * work[128, 256])  # 2,048 tiles on 7 units: 293 waves
     depth = 500
-    for capability, rows, tile, waves in (
-        (9.0, 100, (64, 128), 2 * 3 * 8),  # two tiles of rows, ten of columns, in each of 24 groups
-        (9.0, 129, (128, 256), 2 * 5 * 2.4),
-        (10.0, 100, (128, 256), 2 * 5 * 2.4),
-        (10.0, 300, (128, 256), 4 * 5 * 2.4),
+    for capability, rows, tile, tiles, waves in (
+        (9.0, 100, (64, 128), 24 * 2 * 10, 69),
+        (9.0, 129, (128, 256), 24 * 2 * 5, 35),
+        (10.0, 100, (128, 256), 24 * 2 * 5, 35),
+        (10.0, 300, (128, 256), 24 * 4 * 5, 69),
     ):
-        columns = 1280
-        found = product_time(
-            grouped(24, rows, columns, depth), units(10, compute_capability=capability)
-        )
-        expected = math.ceil(waves) * depth * work[tile] * multiplication
+        assert math.ceil(tiles / 7) == waves > tiles / 7
+        hardware = units(7, compute_capability=capability)
+        found = product_time(grouped(24, rows, 1280, depth), hardware)
+        expected = waves * depth * work[tile] * multiplication
         assert found == (pytest.approx(expected), 2), (capability, rows)
 
 

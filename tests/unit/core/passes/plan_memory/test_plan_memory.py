@@ -37,11 +37,13 @@ from tests.unit.core.simulation.machines import changed
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
-# launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
-# communication hides recomputation
+# launches, tiles and links cost nothing, so that small ops cost what their bytes and FLOPs do, and
+# no communication hides recomputation
 MACHINE = changed(
     load_hardware("h100-sxm"),
     launch_seconds=0.0,
+    compute_units=1,
+    memory_latency_seconds=0.0,
     base_seconds=0.0,
     node_latency_seconds=0.0,
     node_bytes_per_second=1e18,
