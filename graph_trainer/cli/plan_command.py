@@ -48,7 +48,7 @@ from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.check import check_config, wanted_ranks, world_size_from_environment
-from graph_trainer.titan.config.core_settings import with_config_keys
+from graph_trainer.titan.config.core_settings import IMBALANCE_KEY, with_config_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.write_toml import config_to_toml
@@ -106,6 +106,10 @@ def main(argv: Sequence[str]) -> int:
     config = load(())
     _check_table(flags, config)
     routing = _checked_routing(flags, config)
+    if flags.expert_imbalance and config.compile.expert_imbalance is None and _fills_limit(config):
+        # as if it had been set, in changed configs of the advice too
+        words += [f"--{IMBALANCE_KEY}", f"{max(flags.expert_imbalance)}"]
+        config = load(())
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
     if world_size is None:  # `load` has left out the checks that need it
@@ -150,10 +154,12 @@ def main(argv: Sequence[str]) -> int:
         return _compare(flags, wanted, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
-    if flags.expert_imbalance or routing:
+    imbalances = flags.expert_imbalance
+    if plan.expert_imbalance != 1 and not imbalances:
+        imbalances = (plan.expert_imbalance,)
+    if imbalances or routing:
         with progress("experts") as say:
-            loads = expert_loads(plan, flags.expert_imbalance, routing, say)
-            plan = replace(plan, expert_loads=loads)
+            plan = replace(plan, expert_loads=expert_loads(plan, imbalances, routing, say))
     if not plan.fits:
         with progress("what would help") as say:
             advice = advise(plan, load, say, usable_processes())
@@ -298,6 +304,12 @@ def _checked_routing(flags: argparse.Namespace, config: GraphTrainerConfig) -> R
     check_imbalances("--routing", (), config)
     assert config.model_spec is not None
     return read_routing(flags.routing, "--routing", mixtures_of(config.model_spec.model))
+
+
+def _fills_limit(config: GraphTrainerConfig) -> bool:
+    """Return whether a plan of memory fills the limit of a run."""
+    policy = POLICIES.get(type(config.activation_checkpoint))
+    return policy == "budget" or config.parallelism.fsdp_reshard_after_forward == "auto"
 
 
 def _write_json(plan: Plan, file: IO[str]) -> None:
@@ -447,7 +459,8 @@ def _parser() -> CommandParser:
         metavar="A,B,C",
         help="with expert parallelism: memory and time also where a rank receives so many times "
         "its even share of the tokens in every layer, or all of them, and the greatest imbalance "
-        "that fits",
+        "that fits; where a budget fills the memory limit, it leaves room for the largest of these "
+        f"unless {IMBALANCE_KEY} is set",
     )
     parser.add_argument(
         "--routing",

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from graph_trainer.core.analysis.memory import Memory
-from graph_trainer.core.graph.annotations import block_of, value_of
-from graph_trainer.core.graph.data_sizes import DataSizes, data_sizes_of
+from graph_trainer.core.graph.annotations import block_of
+from graph_trainer.core.graph.data_sizes import DataSizes, data_sizes_in
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.plan import ExpertLoad, ExpertLoads, Plan
 from graph_trainer.planner.terminal import OnProgress
+from graph_trainer.titan.config.check_parallelism import wrong_imbalance
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.routing import RoutedMicrobatch, Routing, mixtures_of
-
-_DEGREE = "parallelism.expert_parallel_degree"
+from graph_trainer.titan.routing import RoutedMicrobatch, Routing
 
 
 def check_imbalances(flag: str, imbalances: Sequence[float], config: GraphTrainerConfig) -> None:
@@ -32,23 +32,11 @@ def check_imbalances(flag: str, imbalances: Sequence[float], config: GraphTraine
     Raises:
         ConfigError: as said.
     """
-    degree, spec = config.parallelism.expert_parallel_degree, config.model_spec
-    if spec is None or not mixtures_of(spec.model):
-        raise ConfigError(
-            f"{flag}: the model has no experts that tokens could be spread over: plan a mixture of "
-            "experts, or leave the flag out"
-        )
-    if degree == 1:
-        raise ConfigError(
-            f"{flag}: {_DEGREE} = 1: every rank has all experts and computes its own tokens, "
-            "wherever they go: set a greater degree, or leave the flag out"
-        )
-    for imbalance in imbalances:
-        if imbalance > degree:
-            raise ConfigError(
-                f"{flag} {imbalance:g}: {_DEGREE} = {degree}, so a rank that receives all tokens "
-                f"has {degree} times its even share: write 1 to {degree}"
-            )
+    wrong = wrong_imbalance(config, max(imbalances, default=1.0))
+    if wrong is not None:
+        problem, remedy = wrong
+        number = f" {max(imbalances):g}" if imbalances else ""
+        raise ConfigError(f"{flag}{number}: {problem}. {remedy}, or leave the flag out.")
 
 
 def expert_loads(
@@ -57,9 +45,10 @@ def expert_loads(
     routing: Routing | None,
     on_progress: OnProgress = lambda line: None,
 ) -> ExpertLoads:
-    """Compute the loads of a planned step, and the greatest imbalance with which it fits.
+    """Compute the loads of a planned step, and the greatest imbalances with which it fits.
 
-    An imbalance is what a rank's experts receive, in times of an even share, in every layer.
+    An imbalance is what a rank's experts receive, in times of an even share, in every layer. Memory
+    and time of a row are of the same imbalance, whichever the plan counts with.
 
     Args:
         plan: of a run with expert parallelism.
@@ -82,13 +71,24 @@ def expert_loads(
     on_progress("all tokens to one rank")
     rows.append(_load("all tokens to one rank", degree, _with(plan, degree)))
     on_progress("the greatest imbalance that fits")
-    greatest = _greatest_that_fits(plan, degree)
-    return ExpertLoads(degree, tuple(rows), greatest, layers)
+
+    @cache
+    def needed(hundredths: int) -> int:
+        memory = _memory(plan, hundredths / 100)
+        return need_of(memory, plan.hardware, plan.simulation.runtime).total
+
+    return ExpertLoads(
+        degree,
+        tuple(rows),
+        _greatest_within(plan.allowed_bytes, needed, degree),
+        _greatest_within(plan.hardware.memory_bytes, needed, degree),
+        layers,
+    )
 
 
 def data_sizes(plan: Plan) -> DataSizes:
     """Return the sizes that data decide of a run with expert parallelism."""
-    sizes = data_sizes_of(value_of(plan.simulation.joint.placeholders()[0]))
+    sizes = data_sizes_in(plan.simulation.joint.graph)
     assert sizes is not None, "there is expert parallelism"
     return sizes
 
@@ -104,30 +104,30 @@ def _memory(plan: Plan, received: float | Sequence[int]) -> Memory:
     """Return the memory alone of what `_with` simulates."""
     done = plan.simulation
     with data_sizes(plan).assuming(received):
-        return predicted_memory(done.joint, plan.hardware, done.other, done.runtime)
+        other = done.other._replace(expert_imbalance=1.0)
+        return predicted_memory(done.joint, plan.hardware, other, done.runtime)
 
 
 def _load(what: str, imbalance: float, plan: Plan) -> ExpertLoad:
     needed, seconds = plan.need.total, plan.step_seconds
-    return ExpertLoad(what, imbalance, plan.peak_bytes, needed, seconds, plan.fits)
+    fits_device = needed <= plan.hardware.memory_bytes
+    return ExpertLoad(what, imbalance, plan.peak_bytes, needed, seconds, plan.fits, fits_device)
 
 
-def _greatest_that_fits(plan: Plan, degree: int) -> float | None:
-    """Bisect between an even share and all tokens; None where even shares do not fit."""
+def _greatest_within(allowed: int, needed: Callable[[int], int], degree: int) -> float | None:
+    """Bisect between an even share and all tokens; None where even shares need more than allowed.
 
-    def fits(imbalance: float) -> bool:
-        memory = _memory(plan, imbalance)
-        need = need_of(memory, plan.hardware, plan.simulation.runtime)
-        return need.total <= plan.allowed_bytes
-
-    if not fits(1):
+    Args:
+        needed: bytes by imbalance, in hundredths of an even share.
+    """
+    low, high = 100, 100 * degree
+    if needed(low) > allowed:
         return None
-    if fits(degree):
+    if needed(high) <= allowed:
         return float(degree)
-    low, high = 100, 100 * degree  # hundredths of an even share
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle / 100) else (low, middle)
+        low, high = (middle, high) if needed(middle) <= allowed else (low, middle)
     return low / 100
 
 

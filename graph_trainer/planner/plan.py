@@ -84,6 +84,8 @@ class ExpertLoad:
     step_seconds: float
     """Of a whole train step, at the pace of the slowest rank of experts."""
     fits: bool
+    fits_device: bool
+    """Whether it fits the device, whatever the memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ class ExpertLoads:
     rows: tuple[ExpertLoad, ...]
     """The last one is of a rank that receives all tokens."""
     greatest_that_fits: float | None
-    """The greatest imbalance with which the step fits; None where even shares do not."""
+    """The greatest imbalance with which the step fits the memory limit, or the device where that is
+    less; None where even shares do not."""
+    greatest_on_device: float | None
+    """The same for the device alone."""
     layers: dict[str, float]
     """By layer, the greatest imbalance of a routing that happened; empty where none was given."""
 
@@ -154,6 +159,11 @@ class Plan:
         """What backward keeps, by block and op; None where no budget or file decides that."""
         table: MemoryTable | None = self.simulation.joint.decisions.get(plan_memory.name)
         return table if table is not None and table.rows else None
+
+    @property
+    def expert_imbalance(self) -> float:
+        """What a rank's experts receive, in times of an even share, where memory is counted."""
+        return self.simulation.other.expert_imbalance
 
     @property
     def step_seconds(self) -> float:

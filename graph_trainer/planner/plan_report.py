@@ -27,7 +27,7 @@ from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
-from graph_trainer.titan.config.core_settings import LIMIT_KEY, with_config_keys
+from graph_trainer.titan.config.core_settings import IMBALANCE_KEY, LIMIT_KEY, with_config_keys
 from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
@@ -85,6 +85,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "advice": [_advice(change) for change in plan.advice],
         "memory_table": _memory_table(plan),
         "memory_curve": [_curve_point(point) for point in plan.memory_curve],
+        "expert_imbalance": plan.expert_imbalance,
         "expert_loads": dataclasses.asdict(plan.expert_loads) if plan.expert_loads else None,
         "microbatches": plan.microbatches,
         "graph_seconds": simulation.timeline.step_seconds,
@@ -237,6 +238,12 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"compile.memory_limit_gib is compared here with what rank {plan.rank} needs. In "
             "training the rank that needs most decides for all, as it does in --save and "
             "--verify-order."
+        )
+    if plan.expert_imbalance != 1:
+        yield (
+            f"Memory is that of a rank whose experts receive {plan.expert_imbalance:g} times their "
+            f"even share in every layer, and time is that of even shares: {IMBALANCE_KEY} = "
+            f"{plan.expert_imbalance:g}, in training too."
         )
     if on_host := plan.simulation.memory.host_bytes:
         waits = plan.simulation.timeline.copy_wait_seconds

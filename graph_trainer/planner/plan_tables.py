@@ -42,7 +42,7 @@ def report_text(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield _curve_table(report)
     if report["expert_loads"]:
         yield experts_table(report["expert_loads"]["rows"])
-        yield Text(f"{what_imbalance_fits(report['expert_loads'])}\n")
+        yield Text(f"{what_imbalance_fits(report)}\n")
     yield Text(fit_and_speed(report))
     if report["spare"]:
         yield Text(report["spare"])
@@ -220,24 +220,34 @@ def experts_table(rows: Sequence[dict[str, Any]]) -> PlainTable:
         ("peak", "bytes", _of(rows, "peak_bytes")),
         ("needs", "bytes", _of(rows, "needed_bytes")),
         ("step", "seconds", _where_it_fits(rows, "step_seconds")),
-        ("fits", "text", ["yes" if row["fits"] else "NO" for row in rows]),
+        ("fits", "text", list(map(_what_fits, rows))),
     )
 
 
-def what_imbalance_fits(loads: dict[str, Any]) -> str:
-    """Format the greatest imbalance that fits, and where a routing was most uneven."""
-    greatest, degree = loads["greatest_that_fits"], loads["degree"]
-    if greatest is None:
-        text = "Even shares of the tokens do not fit."
-    elif greatest == degree:
-        text = "Any routing fits, all tokens to one rank too."
-    else:
-        text = f"Fits up to an imbalance of {greatest:.2f} in every layer."
+def _what_fits(row: dict[str, Any]) -> str:
+    return "yes" if row["fits"] else "device only" if row["fits_device"] else "NO"
+
+
+def what_imbalance_fits(report: dict[str, Any]) -> str:
+    """Format the greatest imbalance that fits, of the limit and of the device where the limit is
+    less, and where a routing was most uneven."""
+    loads, device = report["expert_loads"], report["hardware"]
+    text = _up_to(loads["greatest_that_fits"], loads["degree"], bound_of(report))
+    if bound_of(report) == LIMIT_KEY:
+        text += " " + _up_to(loads["greatest_on_device"], loads["degree"], device["name"])
     if loads["layers"]:
         worst = nlargest(_LAYERS_SHOWN, loads["layers"].items(), key=lambda item: item[1])
         listed = ", ".join(f"{name} {imbalance:.2f}" for name, imbalance in worst)
         text += f" As routed, most uneven: {listed}."
     return text
+
+
+def _up_to(greatest: float | None, degree: int, bound: str) -> str:
+    if greatest is None:
+        return f"Even shares of the tokens do not fit {bound}."
+    if greatest == degree:
+        return f"Any routing fits {bound}, all tokens to one rank too."
+    return f"Fits {bound} up to an imbalance of {greatest:.2f} in every layer."
 
 
 def advice_table(report: dict[str, Any]) -> PlainTable:
@@ -256,7 +266,9 @@ def advice_table(report: dict[str, Any]) -> PlainTable:
 def fit_and_speed(report: dict[str, Any]) -> str:
     """Format whether the run fits and, where it does, how fast it is."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
-    needs = f"{gib(needed)} GiB"
+    needs, imbalance = f"{gib(needed)} GiB", report["expert_imbalance"]
+    if imbalance != 1:
+        needs += f" with an imbalance of {imbalance:g}"
     peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
     if needed > peak:
         needs += (

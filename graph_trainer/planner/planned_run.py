@@ -152,6 +152,9 @@ class PlannedRun(ReportedRun):
         here = torch.cuda.get_device_name() if self._on_cuda else "cpu"
         there = plan.hardware.name
         title = f"Predicted for {there}, measured on {here}: rank 0 of {plan.world_size:,}"
+        imbalance = self._config.compile.expert_imbalance
+        if imbalance not in (None, 1):
+            title += f"; memory is predicted for an imbalance of experts of {imbalance:g}"
         print_table(comparison_table(title, rows))
         path = Path(self._config.dump_folder) / FILE
         document = {

@@ -37,6 +37,7 @@ def other_memory_of(config: GraphTrainerConfig, data_parallel_degree: int) -> Ot
             trained_bytes(joint) if several or not joint.signature.backward else 0,
             fused=backend.fuses_ops,
             in_regions=backend.compiles_regions,
+            expert_imbalance=config.compile.expert_imbalance or 1.0,
         )
 
     return other_memory

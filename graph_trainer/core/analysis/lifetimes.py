@@ -16,10 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.annotations import tensors_of, value_of
 from graph_trainer.core.graph.collective_kinds import Effect
 from graph_trainer.core.graph.content import once_per_graph, once_per_node
-from graph_trainer.core.graph.data_sizes import nbytes_of, storage_bytes
+from graph_trainer.core.graph.data_sizes import (
+    has_data_sizes,
+    nbytes_of,
+    storage_bytes,
+    uneven_experts,
+)
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
@@ -57,7 +62,11 @@ class Lifetimes:
 
 
 def lifetimes(
-    joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None, host_is_device: bool = False
+    joint: JointGraph,
+    *,
+    scratch: Mapping[fx.Node, int] | None = None,
+    host_is_device: bool = False,
+    expert_imbalance: float = 1.0,
 ) -> Lifetimes:
     """Follow every storage through views, in-place ops, waits and multi-output ops.
 
@@ -73,15 +82,24 @@ def lifetimes(
         host_is_device: whether host memory is the device's, as on a CPU. If not, copies in host
             memory count in `host_bytes` alone, with a power of two bytes each, as torch's allocator
             of pinned memory takes.
+        expert_imbalance: sizes are those where the experts of this rank receive so many times the
+            rows to expect.
     """
-    if not scratch and not host_is_device:
+    if not scratch and not host_is_device and expert_imbalance == 1:
         return _plain_lifetimes(joint.graph)
-    return _lifetimes(joint.graph, scratch or {}, host_is_device)
+    return _lifetimes(joint.graph, scratch or {}, host_is_device, expert_imbalance)
 
 
-def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: bool) -> Lifetimes:
+def _lifetimes(
+    graph: fx.Graph,
+    scratch: Mapping[fx.Node, int],
+    host_is_device: bool,
+    expert_imbalance: float,
+) -> Lifetimes:
     uses = _uses(graph)
     size = dict(_sizes(graph))
+    if expert_imbalance != 1:
+        size |= _uneven_sizes(graph, expert_imbalance)
     born = {storage: uses.position[storage[0]] for storage in size}
     last_use = {storage: uses.last.get(storage, place) for storage, place in born.items()}
     for node, num in scratch.items():
@@ -104,7 +122,7 @@ def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: 
 
 @once_per_graph
 def _plain_lifetimes(graph: fx.Graph) -> Lifetimes:
-    return _lifetimes(graph, scratch={}, host_is_device=False)
+    return _lifetimes(graph, scratch={}, host_is_device=False, expert_imbalance=1.0)
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
@@ -185,23 +203,47 @@ def _sizes(graph: fx.Graph) -> Mapping[Storage, int]:
     storages = value_storages(graph)
     stored_bytes = _stored_bytes(graph)
     size: dict[Storage, int] = {}
-
-    def add(node: fx.Node, storage: ValueStorages, num: Any) -> None:
-        if num is None:
-            return
-        if isinstance(storage, list):
-            for part, part_bytes in zip(storage, num, strict=True):
-                add(node, part, part_bytes)
-        elif storage[0] is node:
-            size[storage] = num
-
     for node in compute_nodes(graph):
-        add(node, storages[node], stored_bytes[node])
+        _add_sizes(size, node, storages[node], stored_bytes[node])
     return size
+
+
+def _uneven_sizes(graph: fx.Graph, expert_imbalance: float) -> Mapping[Storage, int]:
+    """Return the bytes of the storages whose size data decide, where experts receive so much."""
+    storages = value_storages(graph)
+    is_decided_by_data = _is_decided_by_data(graph)
+    size: dict[Storage, int] = {}
+    with uneven_experts(graph, expert_imbalance):
+        for node in compute_nodes(graph):
+            if is_decided_by_data[node]:
+                _add_sizes(size, node, storages[node], _bytes_of_result(node))
+    return size
+
+
+def _add_sizes(size: dict[Storage, int], node: fx.Node, storage: ValueStorages, num: Any) -> None:
+    """Add the bytes of the storages that a node makes; `num` is what `_bytes_of_result` returns."""
+    if num is None:
+        return
+    if isinstance(storage, list):
+        for part, part_bytes in zip(storage, num, strict=True):
+            _add_sizes(size, node, part, part_bytes)
+    elif storage[0] is node:
+        size[storage] = num
+
+
+@once_per_node
+def _is_decided_by_data(node: fx.Node) -> bool:
+    """Return whether data decide a size of a node's result."""
+    return any(map(has_data_sizes, tensors_of(node)))
 
 
 @once_per_node
 def _stored_bytes(node: fx.Node) -> Any:
+    """Return `_bytes_of_result` with the sizes to expect."""
+    return _bytes_of_result(node)
+
+
+def _bytes_of_result(node: fx.Node) -> Any:
     """Return the bytes that a node's result takes in a new storage: a list for several results, and
     None for what is not a tensor."""
     # Only an op with strides as an argument makes a result with gaps. A real kernel of any other

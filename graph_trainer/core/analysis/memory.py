@@ -95,6 +95,7 @@ def memory_of(
     kept_until: Mapping[Storage, int] | None = None,
     scratch: Mapping[fx.Node, int] | None = None,
     host_is_device: bool = False,
+    expert_imbalance: float = 1.0,
 ) -> Memory:
     """Compute the bytes alive at every node, by category. Linear in nodes.
 
@@ -104,9 +105,14 @@ def memory_of(
         not_allocated: storages that a fused kernel keeps in registers.
         kept_until: position up to which a storage is kept alive although the graph no longer
             reads it.
-        scratch, host_is_device: as for `lifetimes`.
+        scratch, host_is_device, expert_imbalance: as for `lifetimes`.
     """
-    lives = lifetimes(joint, scratch=scratch, host_is_device=host_is_device)
+    lives = lifetimes(
+        joint,
+        scratch=scratch,
+        host_is_device=host_is_device,
+        expert_imbalance=expert_imbalance,
+    )
     last_use = dict(lives.last_use)
     for storage, place in (kept_until or {}).items():
         if storage in last_use:

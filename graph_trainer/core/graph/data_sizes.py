@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
+from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.torch_private import ShapeEnv
 
 Size = int | torch.SymInt
@@ -99,6 +101,27 @@ def data_sizes_of(tensor: torch.Tensor) -> DataSizes | None:
     """Return the symbols of the trace that made a (fake) tensor; None if it has none."""
     sizes = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
     return sizes if isinstance(sizes, DataSizes) else None
+
+
+def data_sizes_in(graph: fx.Graph) -> DataSizes | None:
+    """Return the symbols of the trace that made a graph; None if it has none."""
+    values = map(value_of, graph.nodes)
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return None if first is None else data_sizes_of(first)
+
+
+@contextlib.contextmanager
+def uneven_experts(graph: fx.Graph, imbalance: float) -> Iterator[None]:
+    """Expect the experts of this rank to receive so many times their even share in every layer.
+
+    Holds inside the context, as `DataSizes.assuming`. No effect on a graph whose sizes are known.
+    """
+    sizes = data_sizes_in(graph)
+    if sizes is None or imbalance == 1:
+        yield
+    else:
+        with sizes.assuming(imbalance):
+            yield
 
 
 def has_data_sizes(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ LIMIT = "PassConfig.memory_limit_gib"
 
 SMALLER_BATCH = "a smaller batch or shorter sequences"
 MORE_SHARDS = "more ranks that shard the parameters"
+EVEN_EXPERTS = "OtherMemory.expert_imbalance = 1"
 """What would help and is no setting of passes: parts of messages."""
 
 
@@ -54,7 +55,8 @@ class Budget:
     A rank with a smaller shard than others may be within the limit where they are not, and all
     must run the same passes; so the rank that needs most decides. The limit counts everything that
     a device must have (`need_of`): parameters, buffers, batch, `other_memory`, what the graph
-    allocates, the allocator's gaps and the reserve of the hardware's profile.
+    allocates with its imbalance of experts, the allocator's gaps and the reserve of the hardware's
+    profile.
 
     Without a limit a step that needs more than its device has is refused, but no pass is rolled
     back, so that all devices get the same graph. A limit of 0 refuses nothing.
@@ -117,12 +119,15 @@ class Budget:
         Raises:
             MemoryLimitError: on all ranks, with what the memory is for and what would help.
         """
-        hardware = self._context.hardware_for(joint)
+        hardware, settings = self._context.hardware_for(joint), self._context.settings
+        other = settings.other_memory(joint)
 
         def refusal(message: str, hardware: Hardware, remedy: str) -> MemoryLimitError:
             """Add what this rank needs, and what would help."""
             memory = self.memory(joint, hardware)
-            helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
+            even = predicted_memory(joint, hardware, other._replace(expert_imbalance=1.0))
+            uneven_bytes = memory.peak_bytes - even.peak_bytes
+            helps = what_would_help(memory.peak_by_category(), settings, raised, uneven_bytes)
             needed = what_is_needed(memory, hardware)
             return MemoryLimitError(f"{message} {needed}.\n{remedy} {helps}")
 
@@ -133,11 +138,11 @@ class Budget:
                     "What is kept is planned for the first batch, and every later one follows: let "
                     "the largest come first, and the plan leaves room for it. "
                 )
-            elif self._context.settings.activation_policy == "budget":
+            elif settings.activation_policy == "budget":
                 planned = "That is the least, with everything recomputed. "
             message = (
                 f"{LIMIT} = {self._limit:g}: the step needs {gib(needed)} GiB on the rank that "
-                f"needs most. {planned}This rank needs"
+                f"needs most{other.imbalance_text}. {planned}This rank needs"
             )
             raise refusal(message, hardware, f"Raise {LIMIT} to {enough_gib(needed)}, or set")
         if self._host_memory is not unknown and self._limit != 0:
@@ -162,7 +167,7 @@ class Budget:
         if (lack := self._lack(need, room)) > 0:
             message = (
                 f"{LIMIT} is unset, and the step needs {gib(lack)} GiB more than there is on the "
-                f"rank that lacks most. This rank has {_text(room)}; it needs"
+                f"rank that lacks most{other.imbalance_text}. This rank has {_text(room)}; it needs"
             )
             raise refusal(message, hardware, f"Take the risk with {LIMIT} = 0, or set")
 
@@ -196,7 +201,10 @@ def what_is_needed(memory: Memory, hardware: Hardware) -> str:
 
 
 def what_would_help(
-    at_peak: Mapping[Category, int], settings: RunSettings, raised: Mapping[str, int] = {}
+    at_peak: Mapping[Category, int],
+    settings: RunSettings,
+    raised: Mapping[str, int] = {},
+    uneven_bytes: int = 0,
 ) -> str:
     """List the changes that free memory at the peak, the one that frees most first.
 
@@ -204,6 +212,7 @@ def what_would_help(
         at_peak: bytes of each category at the peak.
         settings: of the run.
         raised: by optional pass that was kept, the bytes by which it raised the peak.
+        uneven_bytes: the bytes by which an imbalance of experts raises the peak.
     """
     freed = {f'PassConfig.disable_passes = ["{name}"]': size for name, size in raised.items()}
 
@@ -218,6 +227,7 @@ def what_would_help(
         frees(full, Category.ACTIVATIONS)
     frees(SMALLER_BATCH, Category.ACTIVATIONS, Category.TEMPORARIES)
     frees(MORE_SHARDS, Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
+    freed[f"{EVEN_EXPERTS}: memory for even shares of the tokens"] = uneven_bytes
     lines = ["what would help, with what it frees here at most:"]
     for text, size in sorted(freed.items(), key=lambda entry: -entry[1]):
         if size > sum(at_peak.values()) / 1000:  # freeing less would not help

@@ -10,6 +10,7 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.content import unchanging
+from graph_trainer.core.graph.data_sizes import uneven_experts
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
@@ -32,6 +33,16 @@ class OtherMemory(NamedTuple):
     """Whether the backend fuses ops, so that some results are never stored."""
     in_regions: bool = False
     """Whether it fuses only within the regions of `find_regions`."""
+    expert_imbalance: float = 1.0
+    """What the experts of this rank receive in every layer, in times of an even share. Memory alone
+    counts it: time is that of even shares."""
+
+    @property
+    def imbalance_text(self) -> str:
+        """The imbalance as the end of a message about memory, empty for even shares."""
+        if self.expert_imbalance == 1:
+            return ""
+        return f" with OtherMemory.expert_imbalance = {self.expert_imbalance:g}"
 
 
 NO_OTHER_MEMORY = OtherMemory()
@@ -65,8 +76,9 @@ class Simulation:
     dispatch: Dispatch = PLAIN
 
     def again(self) -> Simulation:
-        """Simulate the same graph with the sizes to expect now (see `DataSizes`)."""
-        return simulate(self.joint, self.hardware, self.other, self.runtime, self.dispatch)
+        """Simulate the graph with the sizes to expect now (see `DataSizes`), for memory too."""
+        other = self.other._replace(expert_imbalance=1.0)
+        return simulate(self.joint, self.hardware, other, self.runtime, self.dispatch)
 
     def need(self) -> Need:
         """Return the memory that the step needs on its device, as `need_of`."""
@@ -111,7 +123,9 @@ def predicted_memory(
     """
     with unchanging(joint.graph):
         fusion = fusion or runtime.fusion(joint, other.fused, other.in_regions)
-        kept = read_until(joint, fusion)
+        with uneven_experts(joint.graph, other.expert_imbalance):
+            kept = read_until(joint, fusion)
+            scratch = scratch_bytes(joint, hardware.device)
         for storage, place in runtime.kept_until(joint).items():
             kept[storage] = max(place, kept.get(storage, place))
         return memory_of(
@@ -120,8 +134,9 @@ def predicted_memory(
             accumulated_bytes=other.accumulated_bytes,
             not_allocated=fusion.kept_inside,
             kept_until=kept,
-            scratch=scratch_bytes(joint, hardware.device),
+            scratch=scratch,
             host_is_device=hardware.device == "cpu",
+            expert_imbalance=other.expert_imbalance,
         )
 
 

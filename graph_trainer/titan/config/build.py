@@ -128,6 +128,11 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
         "Set the GiB that a step may need on a device, 0 to refuse no step, or unset it for what "
         "the device has.",
     ),
+    "compile.expert_imbalance": (
+        1,
+        _MOST,
+        "Set 1 for even shares of the tokens, or how many times its even share a rank may receive.",
+    ),
     "activation_checkpoint.layers": (
         1,
         _MOST,

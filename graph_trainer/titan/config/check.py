@@ -34,6 +34,7 @@ from graph_trainer.titan.config.check_checkpoint import checkpoint_problems
 from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
+    imbalance_problems,
 )
 from graph_trainer.titan.config.check_text import text_problems
 from graph_trainer.titan.config.core_settings import key_and_problem
@@ -114,6 +115,7 @@ def check_config(
         *itertools.starmap(Problem, config.model_problems()),
         *_model_problems(config),
         *expert_parallel_problems(config, world_size),
+        *imbalance_problems(config),
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),

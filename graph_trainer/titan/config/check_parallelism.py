@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from graph_trainer.titan.config.core_settings import IMBALANCE_KEY
 from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
@@ -13,6 +14,7 @@ from graph_trainer.titan.parallelize_context import heads_that_do_not_divide
 from graph_trainer.titan.routing import mixtures_of
 
 _DEGREE = "parallelism.context_parallel_degree"
+_EXPERTS = "parallelism.expert_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
 _DOCUMENTS = "parallelism.document_mask"
 _TENSOR = "parallelism.tensor_parallel_degree"
@@ -86,7 +88,7 @@ def expert_parallel_problems(
     Args:
         world_size: the number of ranks; None if unknown.
     """
-    key = "parallelism.expert_parallel_degree"
+    key = _EXPERTS
     parallelism, spec = config.parallelism, config.model_spec
     degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
     if spec is None:
@@ -144,3 +146,28 @@ def expert_parallel_problems(
             f'Set compile.mode = "aot_fx_trace", or {key} = 1.',
             (key,),
         )
+
+
+def imbalance_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Check that the experts of a rank can receive what compile.expert_imbalance names."""
+    imbalance = config.compile.expert_imbalance
+    wrong = wrong_imbalance(config, imbalance) if imbalance not in (None, 1) else None
+    if wrong is not None:
+        problem, remedy = wrong
+        yield Problem(IMBALANCE_KEY, problem, f"{remedy}, or leave it out.", (_EXPERTS,))
+
+
+def wrong_imbalance(config: GraphTrainerConfig, imbalance: float = 1.0) -> tuple[str, str] | None:
+    """Return why experts cannot receive so many times their even share of the tokens, and how they
+    could; None where they can."""
+    degree, spec = config.parallelism.expert_parallel_degree, config.model_spec
+    if spec is None or not mixtures_of(spec.model):
+        problem = "the model has no experts that tokens could be spread over"
+        return problem, "Set base to that of a mixture of experts"
+    if degree == 1:
+        problem = f"{_EXPERTS} = 1: every rank has all experts and computes its own tokens"
+        return f"{problem}, wherever they go", f"Set {_EXPERTS} to 2 or more"
+    if imbalance > degree:
+        problem = f"{_EXPERTS} = {degree}, so a rank that receives all tokens has {degree} times "
+        return f"{problem}its even share", f"Set 1 to {degree}"
+    return None

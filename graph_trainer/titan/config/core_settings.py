@@ -18,6 +18,7 @@ from graph_trainer.core.passes.memory_limit import MORE_SHARDS, SMALLER_BATCH
 from graph_trainer.errors import GraphTrainerError, PassError
 
 LIMIT_KEY = "compile.memory_limit_gib"
+IMBALANCE_KEY = "compile.expert_imbalance"
 
 _KEYS = {
     "PassConfig.reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
@@ -29,6 +30,7 @@ _KEYS = {
     "PassConfig.bitwise": "compile.bitwise",
     "PassConfig.hardware": "compile.hardware",
     "PassConfig.memory_limit_gib": LIMIT_KEY,
+    "OtherMemory.expert_imbalance": IMBALANCE_KEY,
     "PassConfig.passes": "compile.passes",
     "PassConfig.disable_passes": "compile.disable_passes",
     "PassConfig.verify_passes": "compile.verify_passes",

@@ -123,6 +123,16 @@ class GraphCompileConfig(CompileConfig):
     machine on CPU. It refuses steps and rolls no pass back. 0 refuses nothing.
     """
 
+    expert_imbalance: float | None = None
+    """
+    The imbalance of experts with which a step must fit: what the experts of a rank receive in every
+    layer, in times of an even share of the tokens. Predicted memory, and with it what
+    activation_checkpoint.type = "budget" keeps, counts so many tokens; predicted time is that of
+    even shares. Unset for even shares, or 1; where it is unset and a budget fills the limit,
+    `graph-trainer plan` takes the largest of its --expert-imbalance. For expert parallelism only.
+    No effect in mode "eager".
+    """
+
     allow_offload: bool = False
     """
     Whether activation_checkpoint.type = "budget" may keep the inputs of blocks in host memory

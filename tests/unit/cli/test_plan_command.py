@@ -57,11 +57,15 @@ BAD = {
     ),
     "imbalance without experts": (
         ["--expert-imbalance", "1.5"],
-        "--expert-imbalance: the model has no experts that tokens could be spread over",
+        "--expert-imbalance 1.5: the model has no experts that tokens could be spread over. Set",
     ),
     "more than all tokens": (
         [*DEEPSEEK, EP, "2", "--world-size", "2", "--expert-imbalance", "1,2.5"],
-        "--expert-imbalance 2.5: parallelism.expert_parallel_degree = 2",
+        "--expert-imbalance 2.5: parallelism.expert_parallel_degree = 2, so a rank that receives",
+    ),
+    "routing without expert parallelism": (
+        [*DEEPSEEK, "--world-size", "2", "--routing", "TMP/x"],
+        "--routing: parallelism.expert_parallel_degree = 1: every rank has all experts",
     ),
     "no imbalance": ([*DEEPSEEK, "--expert-imbalance", "1,,nan"], "is not a list of imbalances"),
     "routing that is not there": (
@@ -88,22 +92,30 @@ def test_an_output_that_is_a_folder_or_below_a_file(refused, tmp_path):
     assert "there is no folder TMP/file" in refused("--json", "TMP/file/plan")
 
 
-def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
-    """The fixture's work is what would run: without a mistake it does. The config is read once."""
-    asked, read = {}, []
-    load_config = command.load_config
-    monkeypatch.setattr(
-        command, "load_config", lambda *a, **k: read.append(a) or load_config(*a, **k)
-    )
+class Reached(Exception):
+    """Instead of a plan."""
 
-    class Reached(Exception):
-        pass
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a plan would have been made with."""
+    asked = {}
 
     def make_plan(config, world_size, hardware, **how):
         asked.update(config=config, world_size=world_size, hardware=hardware.name, **how)
         raise Reached
 
     monkeypatch.setattr(command, "make_plan", make_plan)
+    return asked
+
+
+def test_what_is_not_refused_is_planned_with_what_was_asked(asked, monkeypatch):
+    """The fixture's work is what would run: without a mistake it does. The config is read once."""
+    read = []
+    load_config = command.load_config
+    monkeypatch.setattr(
+        command, "load_config", lambda *a, **k: read.append(a) or load_config(*a, **k)
+    )
     words = ["--world-size", "8", TP, "2", "--hardware", "a100-80g", "--rank", "3"]
     words += ["--dataloader.dataset_path", "/of/the/cluster"]  # where the run's text is
     with pytest.raises(Reached):
@@ -115,6 +127,23 @@ def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
     with pytest.raises(Reached):
         cli.main(["plan", *words])
     assert asked["world_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "imbalance"),
+    [
+        ("budget", [], 1.5),
+        ("budget", ["--compile.expert_imbalance", "1.0"], 1.0),
+        ("full", [], None),
+        ("full", ["--parallelism.fsdp_reshard_after_forward", "auto"], 1.5),
+    ],
+)
+def test_what_fills_a_limit_leaves_room_for_the_largest_imbalance(asked, policy, more, imbalance):
+    words = [*DEEPSEEK, EP, "2", "--world-size", "2", "--expert-imbalance", "1,1.5,1.25", *more]
+    words += ["--activation_checkpoint.type", policy, "--compile.memory_limit_gib", "10"]
+    with pytest.raises(Reached):
+        cli.main(["plan", *words])
+    assert asked["config"].compile.expert_imbalance == imbalance
 
 
 def test_the_proof_of_an_order_is_within_100_columns(monkeypatch, capsys):

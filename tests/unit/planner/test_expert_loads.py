@@ -9,14 +9,25 @@ from io import StringIO
 
 import pytest
 
+import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.data_sizes import uneven_experts
+from graph_trainer.core.passes.memory_limit import DeviceMemory
+from graph_trainer.core.passes.pipeline import run_before
+from graph_trainer.core.passes.plan_memory.items import blocks_of
+from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
+from graph_trainer.core.passes.plan_memory.solver import Op
 from graph_trainer.core.simulation.collective_costs import collective_parts
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.units import GIB
 from graph_trainer.planner.expert_loads import data_sizes, expert_loads, received_rows
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.routing import SCHEMA, Routing
 from tests.layers import with_few_layers
 from tests.unit.planner.conftest import shown
@@ -28,11 +39,15 @@ ROWS = 2 * 64 * 3
 
 @cache
 def planned(hardware: str = "h100-sxm") -> Plan:
+    return make_plan(config_with(), RANKS, load_hardware(hardware), every_pass=False)
+
+
+def config_with(*flags: str) -> GraphTrainerConfig:
     words = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"]
     words += ["--training.seq_len", "64", "--parallelism.expert_parallel_degree", str(DEGREE)]
-    config = load_config(words, world_size=RANKS)
+    config = load_config([*words, *flags], world_size=RANKS)
     with_few_layers(config)
-    return make_plan(config, RANKS, load_hardware(hardware), every_pass=False)
+    return config
 
 
 def routing(*microbatches, world_size=RANKS, degree=DEGREE):
@@ -111,6 +126,89 @@ def test_the_greatest_imbalance_that_fits_is_found_in_one_graph(hardware, monkey
     assert expert_loads(too_little, (), None).greatest_that_fits is None
 
 
+@pytest.mark.parametrize("hardware", ["cpu", pytest.param("h100-sxm", marks=pytest.mark.full)])
+def test_memory_counts_an_imbalance_and_time_even_shares(hardware):
+    plan = planned(hardware)
+    simulation = plan.simulation
+    joint, other = simulation.joint, simulation.other
+    uneven = simulate(joint, simulation.hardware, other._replace(expert_imbalance=1.5))
+    # what is known of the graph by then is of even shares
+    assert simulate(joint, simulation.hardware, other).memory == simulation.memory
+    with uneven_experts(joint.graph, 1.5):
+        assumed = simulation.again()
+        assert uneven.again().memory == assumed.memory  # not 1.5 times 1.5
+    assert uneven.memory == assumed.memory != simulation.memory
+    assert uneven.need() == assumed.need()
+    assert uneven.timeline.step_seconds == simulation.timeline.step_seconds
+
+
+BUDGET = ("--activation_checkpoint.type", "budget")
+AUTO = ("--activation_checkpoint.type", "none", "--parallelism.fsdp_reshard_after_forward", "auto")
+
+
+def test_what_is_kept_takes_the_bytes_of_an_imbalance_and_the_time_of_even_shares():
+    def ops_of_blocks(imbalance: str) -> list[Op]:
+        flags = ("--compile.memory_limit_gib", "1", "--compile.expert_imbalance", imbalance)
+        run = FakeRank(config_with(*BUDGET, *flags), RANKS, device="cpu")
+        joint = planned("cpu").captures.of(run)
+        passes = run.pass_config(hardware=load_hardware("cpu"))
+        blocks = blocks_of(joint, run_before(joint, passes, plan_memory))
+        return [op for block in blocks for op in block.ops]
+
+    factors = set()
+    for even, uneven in zip(ops_of_blocks("1"), ops_of_blocks("1.5"), strict=True):
+        assert uneven == replace(even, bytes=uneven.bytes)
+        if even.bytes:
+            factors.add(uneven.bytes / even.bytes)
+    assert factors == {1.0, 1.5}
+
+
+@pytest.mark.parametrize("flags", [AUTO, pytest.param(BUDGET, marks=pytest.mark.full)])
+def test_a_limit_is_filled_for_the_imbalance_of_the_config(flags):
+    def plan_within(limit: int, *more: str) -> Plan:
+        config = config_with(*flags, "--compile.memory_limit_gib", str(limit / GIB), *more)
+        captures = planned("cpu").captures
+        hardware = load_hardware("cpu")
+        return make_plan(config, RANKS, hardware, every_pass=False, captures=captures)
+
+    key, limit = "--compile.expert_imbalance", 100 * GIB
+    unset = plan_within(limit)
+    while unset.need.total < limit:  # until the limit is filled to the byte
+        limit = unset.need.total
+        unset = plan_within(limit)
+    even = plan_within(limit, key, "1")
+    assert str(even.simulation.joint.graph) == str(unset.simulation.joint.graph)
+    assert even.need == unset.need and even.memory_table == unset.memory_table
+    loads = expert_loads(unset, (1.5,), None)
+    assert loads.rows[0].needed_bytes > limit and loads.greatest_that_fits < 1.5
+    assert not loads.rows[0].fits and loads.rows[0].fits_device
+    assert loads.greatest_on_device == DEGREE
+
+    uneven = plan_within(limit, key, "1.5")
+    loads = expert_loads(uneven, (1.5,), None)
+    assert loads.rows[0].needed_bytes == uneven.need.total <= limit
+    assert loads.rows[0].fits and loads.greatest_that_fits >= 1.5
+    assert uneven.step_seconds >= unset.step_seconds
+    text = shown(replace(uneven, expert_loads=loads))
+    assert " with an imbalance of 1.5 " in text and "compile.expert_imbalance = 1.5, in" in text
+
+
+def test_a_step_that_does_not_fit_with_an_imbalance_is_refused_with_its_key():
+    even = planned("cpu")
+    room = DeviceMemory(even.need.total, "what even shares need")
+    config = config_with("--compile.expert_imbalance", "1.5")
+    with pytest.raises(gt.MemoryLimitError) as refused:
+        make_plan(
+            *(config, RANKS, even.hardware),
+            every_pass=False,
+            captures=even.captures,
+            device_memory=lambda joint: room,
+        )
+    message = str(refused.value)
+    assert "with compile.expert_imbalance = 1.5. " in message
+    assert "  compile.expert_imbalance = 1: memory for even shares" in message
+
+
 def test_a_routing_of_the_same_run_is_replayed_to_the_token():
     plan = planned("cpu")
     half = ROWS // 2
@@ -164,17 +262,23 @@ def test_the_loads_are_shown():
     loads = expert_loads(plan, (1.25,), routing((EVEN, received)))
     text = shown(replace(plan, expert_loads=loads))
     assert max(map(len, text.splitlines())) <= 100
-    assert "Any routing fits, all tokens to one rank too." in text
-    assert "most uneven: layers.1 2.00, layers.2 2.00." in text
+    assert "Any routing fits h100-sxm, all tokens to one rank too." in text
+    assert "most uneven: layers.1 2.00, layers.2 2.00." in " ".join(text.split())
     assert "all tokens to one rank" in text and "1.25" in text
     loads = replace(loads, greatest_that_fits=1.5)
     text = shown(replace(plan, expert_loads=loads))
-    assert "Fits up to an imbalance of 1.50 in every layer." in text
+    assert "Fits h100-sxm up to an imbalance of 1.50 in every layer." in text
     text = shown(replace(plan, expert_loads=replace(loads, greatest_that_fits=None)))
-    assert "Even shares of the tokens do not fit." in text
+    assert "Even shares of the tokens do not fit h100-sxm." in text
+    beyond_limit = replace(loads.rows[-1], fits=False)
+    both = replace(loads, greatest_on_device=1.75, rows=(*loads.rows[:-1], beyond_limit))
+    text = " ".join(shown(replace(plan, expert_loads=both, limit_bytes=3 * GIB)).split())
+    assert "Fits compile.memory_limit_gib up to an imbalance of 1.50 in every layer. " in text
+    assert "Fits h100-sxm up to an imbalance of 1.75 in every layer. " in text
+    assert "device only" in text
     said = plan_report(replace(plan, expert_loads=loads))["expert_loads"]
     assert [row["what"] for row in said["rows"]][0] == "1.25"
     assert said["greatest_that_fits"] == 1.5 and plan_report(plan)["expert_loads"] is None
     page = StringIO()
     write_page(replace(plan, expert_loads=loads), page)
-    assert "Fits up to an imbalance of 1.50" in page.getvalue()
+    assert "Fits h100-sxm up to an imbalance of 1.50" in page.getvalue()

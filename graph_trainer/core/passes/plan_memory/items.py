@@ -62,13 +62,13 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
 
     Values that other blocks or the loss read stay alive anyway, so saving them costs nothing.
     """
-    backend = context.settings.other_memory(joint)
+    other = context.settings.other_memory(joint)
     hardware = context.hardware_for(joint)
-    cost = costs(joint, hardware, GRAPH_TRAINER.fusion(joint, backend.fused, backend.in_regions))
+    cost = costs(joint, hardware, GRAPH_TRAINER.fusion(joint, other.fused, other.in_regions))
     seconds = {node: node_cost.seconds for node, node_cost in cost.items()}
     seconds |= {c.node: collective_seconds(c, hardware) for c in collectives(joint)}
     storages = value_storages(joint.graph)
-    size = lifetimes(joint).size
+    size = lifetimes(joint, expert_imbalance=other.expert_imbalance).size
     writes = writes_of(joint.graph)
     nodes_of = forward_blocks(joint)
     read_outside: set[Storage] = set()

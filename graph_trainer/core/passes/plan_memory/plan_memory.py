@@ -62,7 +62,9 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     all blocks' steps from one choice to the next, large ones in parts, are put in the order of
     seconds saved a byte, which does not depend on the limit. As many are taken, in that order, as
     the limit allows: so more memory never makes a slower plan. What a step then needs of a device,
-    gaps of the allocator included, is simulated on a copy of the graph with all later passes.
+    gaps of the allocator included, is simulated on a copy of the graph with all later passes. Bytes
+    are those where experts receive `OtherMemory.expert_imbalance` times their even share, seconds
+    those of even shares.
 
     Under the policy "file" the tags are those of `settings.memory_table`; a graph of a later batch
     follows the table of the first. Tags that are there already win. The table is left in
@@ -202,6 +204,7 @@ class _Planner:
             f"kept {gib(self._bytes[number])} of {gib(self._bytes[-1])} GiB that is a choice, "
             f"{offloaded}the rest made again in {recomputed:.1f} ms; the step needs "
             f"{gib(self._simulated(number).needed)} GiB of {gib(limit)}"
+            + self._context.settings.other_memory(self._joint).imbalance_text
         )
         return table
 

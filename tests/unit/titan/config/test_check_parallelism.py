@@ -14,6 +14,7 @@ from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher  #
 QWEN3 = ["--module", "graph_trainer.qwen3", "--config", "debugmodel_moe"]
 LLAMA3 = ["--module", "graph_trainer.llama3", "--config", "debugmodel"]
 DEGREE = "parallelism.expert_parallel_degree"
+IMBALANCE = "compile__expert_imbalance"
 
 
 def flags(degree, **others):
@@ -39,6 +40,10 @@ def flags(degree, **others):
             "training.seq_len = 15: not divisible by",
         ),
         (QWEN3, flags(2, compile__mode="partitioned"), 4, 'compile.mode = "partitioned": its'),
+        (LLAMA3, flags(1, **{IMBALANCE: 1.5}), 4, "imbalance = 1.5: the model has no experts"),
+        (QWEN3, flags(1, **{IMBALANCE: 1.5}), 4, f"imbalance = 1.5: {DEGREE} = 1: every rank has"),
+        (QWEN3, flags(2, **{IMBALANCE: 2.5}), 4, f"imbalance = 2.5: {DEGREE} = 2, so a rank that"),
+        (QWEN3, flags(2, **{IMBALANCE: 0.5}), 4, "imbalance = 0.5: out of bounds"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_key_value_and_remedy(model, given, ranks, said):
@@ -46,6 +51,11 @@ def test_what_does_not_fit_is_refused_with_key_value_and_remedy(model, given, ra
         load_config([*model, *given], world_size=ranks)
     message = str(raised.value)
     assert said in message and ". Set " in message
+
+
+def test_even_shares_are_what_any_config_has():
+    loaded = load_config([*LLAMA3, *flags(1, **{IMBALANCE: 1})], world_size=4)
+    assert loaded.compile.expert_imbalance == 1
 
 
 @pytest.mark.parametrize("path", ["", "folder", "a\0b"])

@@ -47,6 +47,7 @@ def test_every_setting_that_the_core_names_is_there_and_has_a_key():
         ),
         ("PassConfig.bitwise = True keeps it", "compile.bitwise = true keeps it"),
         ("BucketCollectivesOptions.cap_mib is 0", "compile.bucketing.cap_mib is 0"),
+        ("with OtherMemory.expert_imbalance = 1.5", "with compile.expert_imbalance = 1.5"),
         ("MyPassConfig.passes", "MyPassConfig.passes"),
     ],
 )
