@@ -24,9 +24,9 @@ class Parts(NamedTuple):
     latency_seconds: float
     """Messages on their way: no link is busy."""
     transfer_seconds: float
-    """Bytes on the link that bounds the collective."""
+    """Bytes on a link."""
     link: Link
-    """That link."""
+    """That link: the network's if the ranks are on several nodes."""
 
 
 def collective_seconds(collective: Collective, hardware: Hardware) -> float:
@@ -95,17 +95,18 @@ def _tree(c: Collective, place: Placement, protocol: Protocol, hardware: Hardwar
 def _bandwidth(
     place: Placement, protocol: Protocol, share: float, hardware: Hardware
 ) -> tuple[float, Link]:
-    """Return the bytes per second of a ring or tree, and the link that bounds it.
+    """Return the bytes per second of a ring or tree, and the link that it keeps busy.
 
-    Rings pass from node to node through the network cards of all their ranks on a node at once.
+    Rings pass from node to node through the network cards of all their ranks on a node at once. One
+    that spans nodes is counted on the network alone, also where the links of its nodes bound it.
     """
     bandwidth = hardware.node_bytes_per_second * hardware.node_efficiency
     link, limit = Link.NODE, protocol.node_limit_bytes_per_second
     if place.nodes > 1:
         limit = protocol.network_limit_bytes_per_second
         cards = place.fewest * hardware.network_bytes_per_second * hardware.network_efficiency
-        if place.most == 1 or cards < bandwidth:
-            bandwidth, link = cards, Link.NETWORK
+        link = Link.NETWORK
+        bandwidth = cards if place.most == 1 else min(cards, bandwidth)
     bandwidth *= share
     return bandwidth if limit is None else min(bandwidth, limit), link
 

@@ -23,3 +23,12 @@ def test_flops_of_a_model_that_predicts_several_tokens_are_those_of_its_graph():
         captured.append(sum(flops for flops, _ in map(flops_of, nodes)) / 16)
         counted.append(run.flops_per_token.torchtitan)
     assert counted[1] - counted[0] == pytest.approx(captured[1] - captured[0], rel=0.01)
+
+
+def test_the_causal_count_has_half_of_the_attention():
+    """By hand, of 8B at 65,536 tokens: 6 for each weight but the embedding's, and the attention."""
+    config = load_config(["--config", "8b", "--training.seq_len", "65536"], world_size=8)
+    run = FakeRank(config, 8)
+    weights = 6 * (run.num_parameters - 128_256 * 4096)
+    attention = 6 * 32 * 32 * (2 * 128) * 65_536
+    assert run.flops_per_token == (weights + attention, weights + attention // 2)

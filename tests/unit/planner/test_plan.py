@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from markupsafe import escape
 
 import graph_trainer as gt
 from graph_trainer.cli.plan_command import main
@@ -41,7 +40,6 @@ from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.plan_tables import comparison_table, ledger_table
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.files import published
-from graph_trainer.titan.model_flops import FlopsPerToken
 from graph_trainer.titan.training_state_memory import (
     optimizer_bytes,
     other_memory_of,
@@ -192,32 +190,6 @@ def test_tokens_are_counted_a_gpu():
     assert plan.tokens_per_second_per_gpu == pytest.approx(2 * 64 / 2 / plan.step_seconds)
     for mfu, flops in zip((plan.mfu, plan.mfu_causal), plan.flops_per_token, strict=True):
         assert mfu == pytest.approx(flops * plan.tokens_per_second_per_gpu / 989.4e12)
-
-
-def test_the_causal_count_has_half_of_the_attention():
-    """By hand, of 8B at 65,536 tokens: 6 for each weight but the embedding's, and the attention."""
-    config = load_config(["--config", "8b", "--training.seq_len", "65536"], world_size=8)
-    run = FakeRank(config, 8)
-    weights = 6 * (run.num_parameters - 128_256 * 4096)
-    attention = 6 * 32 * 32 * (2 * 128) * 65_536
-    assert run.flops_per_token == (weights + attention, weights + attention // 2)
-
-
-def test_both_counts_are_shown_and_named_where_they_differ():
-    near = planned()
-    far = dataclasses.replace(near, flops_per_token=FlopsPerToken(1000, 899))
-    names = ("MFU (torchtitan's count)", "MFU (causal)")
-    for plan, both in ((near, False), (far, True)):
-        write_page(plan, page := io.StringIO())
-        outcome = dataclasses.asdict(changes.outcome_of({}, plan))
-        table = comparison_table([outcome], plan.hardware.memory_bytes)
-        headings = [str(column.header) for column in table.columns]
-        for name in names:
-            assert (name in shown(plan)) is both is (f"<dt>{escape(name)}</dt>" in page.getvalue())
-            assert (name in headings) is both
-        assert ("MFU" in headings) is not both
-        report = plan_report(plan)
-        assert (report["mfu"], report["mfu_causal"]) == (plan.mfu, plan.mfu_causal)
 
 
 def test_the_report_is_the_plan_and_tables_fit():

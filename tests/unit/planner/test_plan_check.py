@@ -245,9 +245,9 @@ def test_a_device_without_a_profile_is_named_and_not_compared_by_its_substitute(
 ):
     planned = config_of("--compile.hardware", "h100-sxm")
     for_h100 = plan.model_copy(update={"config": config_to_toml(planned)})
-    has(monkeypatch, "NVIDIA H100 NVL", 79.1)
+    has(monkeypatch, "NVIDIA GH200 480GB", 94.5)
     difference = PlanCheck.of(for_h100, saved, config_of()).remark()
-    assert 'hardware: planned "h100-sxm", now "h100-sxm in place of NVIDIA H100 NVL' in difference
+    assert 'hardware: planned "h100-sxm", now "h100-sxm in place of NVIDIA GH200' in difference
     assert not PlanCheck.of(for_h100, saved, config_of(), rehearses=True).remark()
     has(monkeypatch, "NVIDIA H100 80GB HBM3", 79.1)
     assert not PlanCheck.of(for_h100, saved, config_of()).remark()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+from dataclasses import asdict, replace
+
+from markupsafe import escape
 
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
+from graph_trainer.planner.changes import outcome_of
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.plan_tables import comparison_table
+from graph_trainer.titan.model_flops import FlopsPerToken
 from tests.unit.planner.conftest import config_of, shown
 
 
@@ -37,3 +42,20 @@ def test_a_profile_without_the_dtype_of_the_run_is_told(full):
     assert told in " ".join(shown(asks).split())
     in_float32 = config_of("--training.mixed_precision_param", "float32")
     assert notes_of(replace(asks, config=in_float32)) == notes_of(full)
+
+
+def test_both_counts_of_flops_are_shown_and_named_where_they_differ(full):
+    near = replace(full, flops_per_token=FlopsPerToken(1000, 901))
+    far = replace(full, flops_per_token=FlopsPerToken(1000, 899))
+    names = ("MFU (torchtitan's count)", "MFU (causal)")
+    for plan, both in ((near, False), (far, True)):
+        write_page(plan, page := io.StringIO())
+        outcome = asdict(outcome_of({}, plan))
+        table = comparison_table([outcome], plan.hardware.memory_bytes)
+        headings = [str(column.header) for column in table.columns]
+        for name in names:
+            assert (name in shown(plan)) is both is (f"<dt>{escape(name)}</dt>" in page.getvalue())
+            assert (name in headings) is both
+        assert ("MFU" in headings) is not both
+        report = plan_report(plan)
+        assert (report["mfu"], report["mfu_causal"]) == (plan.mfu, plan.mfu_causal)

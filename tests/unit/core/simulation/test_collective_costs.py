@@ -175,7 +175,7 @@ def test_a_protocol_may_have_a_limit_of_its_own():
         (EXCHANGE, range(16), Link.NETWORK),
     ],
 )
-def test_a_collective_names_the_link_that_bounds_it(kind, ranks, link):
+def test_a_collective_names_its_link(kind, ranks, link):
     found = parts(machine(), ranks, 1 << 28, kind)
     assert found.link == link == parts(machine(), ranks, 0, kind).link
     whole = seconds(machine(), ranks, 1 << 28, kind)
@@ -185,9 +185,14 @@ def test_a_collective_names_the_link_that_bounds_it(kind, ranks, link):
 
 
 def test_cards_that_outrun_the_links_of_a_node_leave_those_to_bound_a_ring():
-    wide = machine(network_bytes_per_second=50e9)
-    assert parts(wide, range(16), 1 << 28).link == Link.NODE
-    assert parts(wide, (0, 8), 1 << 28).link == Link.NETWORK
+    wide, wider = (machine(network_bytes_per_second=speed) for speed in (50e9, 100e9))
+    ring, pair = range(16), (0, 8)
+    assert parts(wide, ring, 1 << 28) == parts(wider, ring, 1 << 28)
+    slower = machine(network_bytes_per_second=50e9, node_bytes_per_second=50e9)
+    assert (
+        parts(slower, ring, 1 << 28).transfer_seconds > parts(wide, ring, 1 << 28).transfer_seconds
+    )
+    assert parts(slower, pair, 1 << 28) == parts(wide, pair, 1 << 28)
 
 
 def test_large_messages_use_all_cards_of_a_node():
