@@ -86,7 +86,7 @@ def simulate(
         fusion = runtime.fusion(joint, other.fused, other.in_regions)
         cost = costs(joint, hardware, fusion)
         memory = predicted_memory(joint, hardware, other, runtime, fusion)
-        timeline = play(joint, issued, cost, hardware, runtime)
+        timeline = play(joint, issued, cost, hardware)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other)
 
 
@@ -127,5 +127,5 @@ def need_of(memory: Memory, hardware: Hardware, runtime: Runtime = GRAPH_TRAINER
     """
     alive = allocated = memory.peak_bytes
     if hardware.device == "cuda":
-        allocated = reserved_bytes(memory, runtime.pools)
+        allocated = reserved_bytes(memory, runtime.pool_of)
     return Need(alive, allocated, allocated + hardware.reserved_bytes)

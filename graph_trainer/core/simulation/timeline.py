@@ -11,7 +11,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.annotations import role_of
 from graph_trainer.core.graph.collective_kinds import Effect
 from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -19,7 +19,6 @@ from graph_trainer.core.graph.ops import collective_kinds, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
-from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 
 COMPUTE = "compute"
 TO_HOST = "copies to host memory"
@@ -97,7 +96,6 @@ def play(
     issued: list[Collective],
     cost: dict[fx.Node, Cost],
     hardware: Hardware,
-    runtime: Runtime = GRAPH_TRAINER,
 ) -> Timeline:
     """Simulate a graph in its order. Linear in nodes.
 
@@ -105,8 +103,7 @@ def play(
     and the stream of its group is free. Compute continues meanwhile, and is idle at a wait until
     the collective is complete. While a collective runs, compute has a smaller part of the device;
     streams do not slow each other down otherwise. A GPU's copies to host memory and back run like
-    collectives, on a stream for each direction, and do not slow compute down. The copies that
-    `runtime` makes of buckets take time too.
+    collectives, on a stream for each direction, and do not slow compute down.
 
     Args:
         issued, cost: the results of `collectives` and `costs`.
@@ -116,7 +113,6 @@ def play(
     names = stream_names(issued)
     roots = storage_roots(joint.graph)
     kinds = collective_kinds(joint.graph)
-    bucket_copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     # the times at which streams become free, and at which collectives and copies end
     group_free: dict[str, float] = defaultdict(float)
     link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
@@ -135,8 +131,6 @@ def play(
             collective = by_node[node]
             stream = names[collective.ranks]
             seconds = collective_seconds(collective, hardware)
-            if collective.role is Role.REDUCE_GRAD:  # into the bucket, before it is reduced
-                seconds += bucket_copies.pop(node)
             start = max(now, group_free[stream])
             group_free[stream] = start + seconds
             ends[roots[node]] = (group_free[stream], collective)
@@ -162,10 +156,6 @@ def play(
                 purpose = traffic[collective.node]
                 exposed.append(ExposedWait(node, collective, purpose, end - now))
                 now = end
-            seconds = bucket_copies.pop(collective.node, 0.0)  # out of the bucket
-            if seconds:
-                events.append(Event(node, COMPUTE, now, seconds))
-                now += seconds
         elif cost[node].seconds:
             communicating = max(group_free.values(), default=0.0) - now
             seconds = stretched(cost[node].seconds, communicating, hardware)
