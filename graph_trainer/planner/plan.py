@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import platform
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,13 +11,8 @@ from typing import Protocol
 
 import torch
 
-from graph_trainer.core.graph.annotations import block_of
-from graph_trainer.core.graph.signature import InputKind
-from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.memory_limit import DeviceMemoryOf, host_memory_of, unknown
 from graph_trainer.core.passes.memory_table import MemoryTable
-from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
-from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
@@ -31,6 +24,7 @@ from graph_trainer.core.units import GIB
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
+from graph_trainer.planner.like_torchtitan import config_of_torchtitan, passes_of_torchtitan
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
@@ -254,9 +248,7 @@ def make_plan(
     on_progress("building the model on meta")
     traced = config
     if runtime is TORCHTITAN:
-        # torchtitan wraps modules for checkpointing, so that what they recompute is traced.
-        traced = copy.copy(config)
-        traced.compile = replace(config.compile, mode="eager")
+        traced = config_of_torchtitan(config)
     run = FakeRank(traced, world_size, rank, hardware.device)
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
     joint = captures.of(run, on_progress)
@@ -267,17 +259,7 @@ def make_plan(
         host_memory=host_memory or host_memory_of(hardware),
     )
     if runtime is TORCHTITAN:
-        # FSDP2 gathers the next layer's parameters while one layer computes.
-        blocks = Counter(block_of(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER))
-        blocks.pop(None, None)  # parameters outside the blocks
-        options = OverlapFsdpOptions(in_flight=max(blocks.values(), default=1))
-        passes = replace(
-            passes,
-            activation_policy="none",
-            passes=("default", overlap_fsdp.name),
-            disable_passes=(bucket_collectives.name, schedule_overlap.name),
-            options={overlap_fsdp.name: options},
-        )
+        passes = passes_of_torchtitan(passes, compiles=passes.other_memory(joint).fused)
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     look = partial(
         simulate,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from graph_trainer.core.analysis.memory import Category, LiveStorage, Memory
+from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.units import MIB
 
 # Sizes and rules of c10/cuda/CUDACachingAllocator with expandable segments, which run_train.sh
@@ -27,19 +29,34 @@ _BEFORE_STEP = (
     Category.GRADIENTS,
 )
 
-Pools = Mapping[Category, str]
-"""By category, the pool of memory of its storages; the pool "compute" for all other categories. A
-pool has one segment for small blocks and one for large ones."""
+_COMPUTE = "compute"
 
-ONE_POOL: Pools = {}
-"""All storages are allocated on the compute stream, as graph_trainer's collectives allocate."""
-POOL_PER_STREAM: Pools = {
-    Category.UNSHARDED: "unshard",
-    Category.GRADIENTS: "reduce",
-    Category.COMMUNICATION: "reduce",
-}
-"""FSDP2 allocates gathered parameters and reduced gradients on separate streams, and the allocator
-does not reuse memory of one stream on another."""
+PoolOf = Callable[[LiveStorage], str]
+"""Returns the pool of memory of a storage. A pool has one segment for small blocks and one for
+large ones; the allocator does not reuse memory of one stream on another."""
+
+
+def one_pool(storage: LiveStorage) -> str:
+    """Return the pool of the compute stream, on which graph_trainer's collectives allocate."""
+    return _COMPUTE
+
+
+def pool_per_stream(storage: LiveStorage) -> str:
+    """Return the pool of the stream on which FSDP2 allocates a storage.
+
+    Buckets of gathers are allocated on the stream of their copies, sharded gradients on that of
+    reductions; parameters that are copied out of their bucket and gradients that are copied into
+    one, on the compute stream (torch 2.13, foreach_all_gather, foreach_reduce).
+    """
+    if storage.category is Category.GRADIENTS:
+        return "reduce"
+    role = role_of(storage.node)
+    if role is Role.UNSHARD:
+        is_bucket = is_collective(storage.node) or storage.category is Category.COMMUNICATION
+        return "unshard" if is_bucket else _COMPUTE
+    if role is Role.REDUCE_GRAD and is_collective(storage.node):
+        return "reduce"
+    return _COMPUTE
 
 
 class Segment:
@@ -102,7 +119,7 @@ class Segment:
         return size
 
 
-def reserved_bytes(memory: Memory, pools: Pools = ONE_POOL, steps: int = 2) -> int:
+def reserved_bytes(memory: Memory, pool_of: PoolOf = one_pool, steps: int = 2) -> int:
     """Return the most bytes that the allocator takes, in all pools. n log n in storages.
 
     Parameters, buffers, optimizer state and gradients of earlier microbatches are allocated before
@@ -111,10 +128,10 @@ def reserved_bytes(memory: Memory, pools: Pools = ONE_POOL, steps: int = 2) -> i
     before_step = sum(memory.by_category[c][0] for c in _BEFORE_STEP if memory.by_category[c])
     small_segments: dict[str, Segment] = defaultdict(lambda: Segment(_SMALL_PAGE))  # by pool
     large_segments: dict[str, Segment] = defaultdict(lambda: Segment(_LARGE_PAGE))
-    large_segments["compute"].allocate("before the step", before_step)
+    large_segments[_COMPUTE].allocate("before the step", before_step)
 
     def segment_of(storage: LiveStorage) -> Segment:
-        pool = pools.get(storage.category, "compute")
+        pool = pool_of(storage)
         return large_segments[pool] if storage.bytes > _SMALL else small_segments[pool]
 
     def free(storages: Iterable[LiveStorage], step: int) -> None:

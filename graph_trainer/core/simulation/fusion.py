@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.fsdp_copies import fsdp_copies
 from graph_trainer.core.analysis.fusible import free_nodes, fusible_nodes, has_own_buffer
 from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.annotations import phase_of, value_of
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import Storage, storage_roots
+from graph_trainer.core.graph.ops import Storage, is_collective, storage_roots
 from graph_trainer.core.torch_private import inputs_of
 
 # Nodes that are further apart in the graph are not fused: Inductor scores fusions by the distance
@@ -80,12 +81,17 @@ def fuse(
             same_depth = [source for source in sources if depth[source] == depth[node]]
             groups.add(node, place, same_depth, part_of(node))
     group = groups.by_node()
-    # results that only nodes of their group read are never allocated
+    in_registers = (node for node in group if not has_own_buffer(node))
+    return Fusion(group, _read_inside(graph, group, in_registers), may_fuse)
+
+
+def _read_inside(
+    graph: fx.Graph, group: Mapping[fx.Node, int], nodes: Iterable[fx.Node]
+) -> set[Storage]:
+    """Return the storages that nodes allocate and only nodes of their group read."""
+    is_free = free_nodes(graph)
     roots = storage_roots(graph)
-    inside = set()
-    for node in group:
-        if roots[node] == (node, 0) and not has_own_buffer(node):
-            inside.add((node, 0))
+    inside = {(node, 0) for node in nodes if roots[node] == (node, 0)}
     for node in graph.nodes:
         if is_free[node]:
             continue
@@ -93,7 +99,27 @@ def fuse(
             root = roots[source]
             if root in inside and group.get(node) != group[root[0]]:
                 inside.discard(root)
-    return Fusion(group, inside, may_fuse)
+    return inside
+
+
+def with_fused_copies(joint: JointGraph, fusion: Fusion) -> Fusion:
+    """Add a group for the copies before each of FSDP's collectives, and one for those after it.
+
+    A fusion's other groups must have no node with an FSDP role. Linear in nodes.
+    """
+    is_free = free_nodes(joint.graph)
+    copies = fsdp_copies(joint.graph)
+    groups: dict[tuple[bool, fx.Node], int] = {}
+    group = dict(fusion.group)
+    for place, node in enumerate(joint.graph.nodes):
+        is_after = node in copies.after
+        if is_free[node] or is_collective(node) or not (is_after or node in copies.before):
+            continue
+        collective = copies.after[node] if is_after else copies.before[node]
+        group[node] = groups.setdefault((is_after, collective), place)
+    before = [node for node in copies.before if node in group]
+    kept_inside = fusion.kept_inside | _read_inside(joint.graph, group, before)
+    return replace(fusion, group=group, kept_inside=kept_inside)
 
 
 def fuse_in_regions(joint: JointGraph) -> Fusion:

@@ -111,8 +111,9 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     Collectives and a GPU's copies to host memory and back cost nothing here: they take the time of
     links. Any other node takes the time of its bytes, or that of its FLOPs if it is longer: of a
     product by its tiles, of others at the efficiency of their kind. Each kernel takes at least a
-    launch. A fused group is launched once, reads only storages from outside and writes only
-    storages that other nodes read. On a GPU an op that moves rows takes the time of its kernels.
+    launch. A fused group is launched once, reads each storage from outside at most once, and writes
+    only storages that other nodes read. On a GPU an op that moves rows takes the time of its
+    kernels.
     """
     on_gpu = hardware.device != "cpu"
     is_free = free_nodes(joint.graph)
@@ -121,7 +122,8 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     product_times: dict[Product, ProductTime] = {}
     roots = storage_roots(joint.graph)
     size = _sizes(joint.graph)
-    read_by: dict[int, set[Storage]] = {}  # the storages that a fused group has read so far
+    # what a fused group has read so far: nodes, and of each storage the bytes
+    read_by: dict[int, tuple[set[fx.Node], dict[Storage, int]]] = {}
     speed = hardware.memory_bytes_per_second * hardware.memory_efficiency
 
     def traffic_of(node: fx.Node) -> tuple[int, int]:
@@ -131,14 +133,18 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         if group is None:
             return written + sum(reads.values()), launches_of(node) if on_gpu else 1
         launches = int(group not in read_by)
-        already_read = read_by.setdefault(group, set())
+        already_read, bytes_read = read_by.setdefault(group, (set(), {}))
         moved = 0 if roots[node] in fusion.kept_inside else written
         for source, num in reads.items():
             root = roots[source]
-            inside = fusion.group.get(root[0]) == group
-            if num and not inside and root not in already_read:
-                already_read.add(root)
-                moved += num
+            if source in already_read or fusion.group.get(root[0]) == group:
+                continue
+            # several views may be parts of a storage, or all of it
+            before = bytes_read.get(root, 0)
+            bytes_read[root] = max(before, min(before + num, size[root[0]]))
+            moved += bytes_read[root] - before
+            if num:
+                already_read.add(source)
         return moved, launches
 
     cost = {}

@@ -7,22 +7,26 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.graph.annotations import (
     Phase,
-    Role,
     block_of,
     is_backward,
     is_saved_for_backward,
     module_of,
     phase_of,
+    role_of,
     set_saved_for_backward,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, aten, storage_roots
-from graph_trainer.core.simulation.allocator import ONE_POOL, POOL_PER_STREAM, Pools
-from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, fuse, fuse_in_regions
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.allocator import PoolOf, one_pool, pool_per_stream
+from graph_trainer.core.simulation.fusion import (
+    NO_FUSION,
+    Fusion,
+    fuse,
+    fuse_in_regions,
+    with_fused_copies,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,8 @@ class Runtime:
     """Value of the flag that chooses it."""
     compiled: Callable[[fx.Node], bool]
     """Which nodes the compiler sees, if the backend compiles."""
-    pools: Pools
-    """The pools of the allocator."""
+    pool_of: PoolOf
+    """The allocator's pool of a storage."""
     keeps_saved: bool
     """Whether tensors that autograd or a checkpoint saved stay alive until the backward of their
     layer ends, even if it does not read them."""
@@ -48,9 +52,8 @@ class Runtime:
     """Whether the hooks of FSDP2 gather parameters and reduce gradients, a block at a time."""
     compiles_blocks: bool
     """Whether every block is a compiled program that Python calls, in forward and in backward."""
-    copies_buckets: bool
-    """Whether gathered parameters are copied out of their bucket, on the compute stream, and
-    gradients into their bucket, on the communication stream."""
+    fuses_copies: bool
+    """Whether one kernel copies all tensors into a bucket, and another all of them out of it."""
 
     def fusion(self, joint: JointGraph, compiles: bool, in_regions: bool = False) -> Fusion:
         """Return the groups of nodes that become one kernel.
@@ -60,19 +63,11 @@ class Runtime:
             in_regions: whether it compiles region by region; a runtime that does not run the
                 backend ignores this.
         """
-        if not compiles:
-            return NO_FUSION
-        if in_regions and self.runs_backend:
-            return fuse_in_regions(joint)
-        return fuse(joint, self.compiled)
-
-    def copy_seconds(self, collective: Collective, hardware: Hardware) -> float:
-        """Return the seconds in which a collective's bucket is copied, 0 if it is not."""
-        if not self.copies_buckets or collective.role is None:
-            return 0.0
-        gathers = collective.role is Role.UNSHARD
-        size = collective.output_bytes if gathers else collective.input_bytes
-        return 2 * size / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
+        fusion = NO_FUSION
+        if compiles:
+            by_region = in_regions and self.runs_backend
+            fusion = fuse_in_regions(joint) if by_region else fuse(joint, self.compiled)
+        return with_fused_copies(joint, fusion) if self.fuses_copies else fusion
 
     def kept_until(self, joint: JointGraph) -> dict[Storage, int]:
         """Return the storages that stay alive after their last reader, with the last position."""
@@ -94,31 +89,31 @@ class Runtime:
 GRAPH_TRAINER = Runtime(
     name="graph_trainer",
     compiled=lambda node: True,
-    pools=ONE_POOL,
+    pool_of=one_pool,
     keeps_saved=False,
     runs_backend=True,
     under_autograd=False,
     has_hooks=False,
     compiles_blocks=False,
-    copies_buckets=False,
+    fuses_copies=False,
 )
 """The joint graph as one program."""
 
 TORCHTITAN = Runtime(
     name="torchtitan",
-    compiled=lambda node: block_of(module_of(node)) is not None,
-    pools=POOL_PER_STREAM,
+    compiled=lambda node: block_of(module_of(node)) is not None and role_of(node) is None,
+    pool_of=pool_per_stream,
     keeps_saved=True,
     runs_backend=False,
     under_autograd=True,
     has_hooks=True,
     compiles_blocks=True,
-    copies_buckets=True,
+    fuses_copies=True,
 )
-"""torchtitan's train loop: FSDP2 allocates gathered parameters and reduced gradients on separate
-streams and copies them from and to buckets; torch.compile compiles each block alone and not the
-loss; autograd and selective checkpointing keep saved tensors even if backward does not read
-them."""
+"""torchtitan's train loop: FSDP2 allocates what collectives return on separate streams, and copies
+all parameters of a block by one kernel (torch.ops.fsdp.split_with_sizes_copy, chunk_cat);
+torch.compile compiles each block alone and not the loss; autograd and selective checkpointing keep
+saved tensors even if backward does not read them."""
 
 RUNTIMES = {runtime.name: runtime for runtime in (GRAPH_TRAINER, TORCHTITAN)}
 """All runtimes by name."""

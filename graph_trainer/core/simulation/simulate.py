@@ -105,7 +105,7 @@ def simulate(
         cost = costs(joint, hardware, fusion)
         memory = predicted_memory(joint, hardware, other, runtime, fusion)
         issue = host_seconds(joint, cost, fusion, hardware, runtime, dispatch, other.fused)
-        timeline = play(joint, issued, cost, hardware, runtime, issue)
+        timeline = play(joint, issued, cost, hardware, issue)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other, dispatch)
 
 
@@ -149,5 +149,5 @@ def need_of(memory: Memory, hardware: Hardware, runtime: Runtime = GRAPH_TRAINER
     """
     alive = allocated = memory.peak_bytes
     if hardware.device == "cuda":
-        allocated = reserved_bytes(memory, runtime.pools)
+        allocated = reserved_bytes(memory, runtime.pool_of)
     return Need(alive, allocated, allocated + hardware.reserved_bytes)

@@ -13,7 +13,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.annotations import role_of
 from graph_trainer.core.graph.collective_kinds import Effect
 from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -22,7 +22,6 @@ from graph_trainer.core.simulation.collective_costs import collective_parts
 from graph_trainer.core.simulation.hardware import Hardware, Link
 from graph_trainer.core.simulation.host import reads_on_host
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
-from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 
 COMPUTE = "compute"
 HOST = "host"
@@ -105,7 +104,6 @@ def play(
     issued: list[Collective],
     cost: dict[fx.Node, Cost],
     hardware: Hardware,
-    runtime: Runtime = GRAPH_TRAINER,
     host_seconds: Mapping[fx.Node, float] = {},
 ) -> Timeline:
     """Simulate a graph in its order. Linear in nodes.
@@ -119,8 +117,7 @@ def play(
     the collective is complete. While a collective runs, compute has a smaller part of the device. A
     GPU's copies to host memory and back run like collectives, on a stream for each direction, and
     do not slow compute down. Transfers over one link, or over links that the hardware shares, take
-    turns: together they take as long as side by side, at a part of the bandwidth each. The copies
-    that `runtime` makes of buckets take time too.
+    turns: together they take as long as side by side, at a part of the bandwidth each.
 
     Args:
         issued, cost: the results of `collectives` and `costs`.
@@ -131,7 +128,6 @@ def play(
     names = stream_names(issued)
     roots = storage_roots(joint.graph)
     kinds = collective_kinds(joint.graph)
-    bucket_copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     # the times at which streams become free, and at which collectives and copies end
     group_free: dict[str, float] = defaultdict(float)
     copies_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
@@ -158,8 +154,6 @@ def play(
             collective = by_node[node]
             stream = names[collective.ranks]
             latency, transfer, link = collective_parts(collective, hardware)
-            if collective.role is Role.REDUCE_GRAD:  # into the bucket, before it is reduced
-                latency += bucket_copies.pop(node)
             start = max(now, host_now, group_free[stream])
             end = links.transfer(start + latency, transfer, link, Direction.OUT, Direction.IN)
             group_free[stream] = end
@@ -192,10 +186,6 @@ def play(
                 purpose = traffic[collective.node]
                 exposed.append(ExposedWait(node, collective, purpose, end - now))
                 now = end
-            seconds = bucket_copies.pop(collective.node, 0.0)  # out of the bucket
-            if seconds:
-                events.append(Event(node, COMPUTE, now, seconds))
-                now += seconds
         elif cost[node].seconds:
             communicating = max(group_free.values(), default=0.0) - now
             seconds = stretched(cost[node].seconds, communicating, hardware)

@@ -1,35 +1,47 @@
-"""A plan of a mixture of experts as torchtitan runs it: what is recomputed, and what is not."""
+"""A plan of what torchtitan runs: what is recomputed, and when FSDP2 gathers and reduces."""
 
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
 
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import counts_of, is_backward
+from graph_trainer.core.analysis.fsdp_copies import fsdp_copies
+from graph_trainer.core.graph.annotations import (
+    Role,
+    block_of,
+    counts_of,
+    is_backward,
+    module_of,
+    role_of,
+)
+from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.config.load import load_config
 
 RANKS = 4
-MODELS = {"deepseek_v3": ("debugmodel", slice(1, 2)), "qwen3": ("debugmodel_moe", slice(1))}
-"""Family -> config and the one layer that is planned, a mixture of experts."""
+MODELS = {"deepseek_v3": ("debugmodel", 1), "qwen3": ("debugmodel_moe", 0)}
+"""Family -> config and its first layer that is a mixture of experts."""
 
 aten = torch.ops.aten
 
 
 @cache
-def planned(policy, degree, module="deepseek_v3"):
-    config, layers = MODELS[module]
+def planned(policy, degree, module="deepseek_v3", layers=1, backend="eager", **changes):
+    config, first = MODELS[module]
     words = ["--module", f"graph_trainer.{module}", "--config", config]
     words += ["--training.local_batch_size", "1", "--training.seq_len", "16"]
-    words += ["--activation_checkpoint.type", policy]
+    words += ["--activation_checkpoint.type", policy, "--compile.backend", backend]
     words += ["--parallelism.expert_parallel_degree", str(degree)]
+    for key, value in changes.items():
+        words += [f"--parallelism.{key}", value]
     loaded = load_config(words, world_size=RANKS)
     model = loaded.model_spec.model
-    model.layers = model.layers[layers]
+    model.layers = model.layers[first : first + layers]
     hardware = load_hardware("h100-sxm")
     return make_plan(loaded, RANKS, hardware, runtime=TORCHTITAN, every_pass=False)
 
@@ -56,7 +68,6 @@ def test_exchanges_are_recomputed_as_the_policy_says(policy, recomputed, module)
 @pytest.mark.parametrize(("policy", "waits"), [("none", 1), ("selective", 1), ("full", 2)])
 def test_the_host_waits_for_the_counts_of_each_exchange(policy, waits):
     """A copy that does not block, of what is sent, comes before the one of what arrives."""
-    copies = [n for n in nodes_of(planned(policy, 2), aten._to_copy.default) if "cpu" in str(n)]
     copies = [
         node
         for node in nodes_of(planned(policy, 2), aten._to_copy.default)
@@ -64,3 +75,117 @@ def test_the_host_waits_for_the_counts_of_each_exchange(policy, waits):
     ]
     blocking = Counter(not node.kwargs.get("non_blocking", False) for node in copies)
     assert blocking == {False: waits, True: waits}
+
+
+@pytest.mark.parametrize(("backend", "recomputed"), [("eager", 3), ("inductor", 2)])
+def test_only_a_compiler_leaves_out_what_backward_does_not_read(backend, recomputed):
+    """Without early_stop the last product of the shared experts runs again, for nothing."""
+    plan = planned("full", 1, backend=backend)
+    of_shared = [n for n in nodes_of(plan, aten.mm.default) if "shared_experts" in module_of(n)]
+    backward = [n for n in of_shared if is_backward(n)]
+    assert len(of_shared) - len(backward) == 3
+    assert len(backward) == 2 * 3 + recomputed
+
+
+LAYERS = 3
+BLOCKS = [f"layers.{number}" for number in range(LAYERS)]
+HEAD = "norm"
+
+
+def sides(plan):
+    """By unit and phase, the places of what surrounds the collectives of FSDP: for gathers and for
+    reductions, those of the collectives and those of their waits."""
+    joint = plan.simulation.joint
+    place = {node: number for number, node in enumerate(joint.graph.nodes)}
+    found = {Role.UNSHARD: {}, Role.REDUCE_GRAD: {}}
+    for collective in plan.simulation.collectives:
+        if collective.role is None:
+            continue
+        first = collective.parameters[0]
+        unit = (is_backward(collective.node), block_of(first) or first.partition(".")[0])
+        (wait,) = (n for n in collective.node.users if is_wait(n))
+        places = found[collective.role].setdefault(unit, [])
+        places.append((place[collective.node], place[wait]))
+    return found
+
+
+def computes(plan, unit):
+    """The places of the first and last node that computes in a unit."""
+    backward, part = unit
+    places = []
+    for place, node in enumerate(plan.simulation.joint.graph.nodes):
+        module = module_of(node) or ""
+        if (block_of(module) or module, is_backward(node), role_of(node)) != (part, backward, None):
+            continue
+        if plan.simulation.costs[node].seconds:
+            places.append(place)
+    return min(places), max(places)
+
+
+@pytest.mark.parametrize(("degree", "meshes"), [(1, 1), (2, 2)])
+def test_a_block_is_gathered_and_reduced_once_on_each_of_its_meshes(degree, meshes):
+    plan = planned("full", degree, layers=LAYERS)
+    found = sides(plan)
+    gathers = {unit: len(places) for unit, places in found[Role.UNSHARD].items()}
+    both = {(backward, block): meshes for backward in (False, True) for block in BLOCKS}
+    # the head is kept for backward, and an embedding is gathered for its backward, which reads
+    # nothing of it
+    assert gathers == {
+        (False, "tok_embeddings"): 1,
+        (True, "tok_embeddings"): 1,
+        (False, HEAD): 1,
+        **both,
+    }
+    reductions = {unit: len(places) for unit, places in found[Role.REDUCE_GRAD].items()}
+    in_blocks = {(True, block): meshes for block in BLOCKS}
+    assert reductions == {(True, "tok_embeddings"): 1, (True, HEAD): 1, **in_blocks}
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_gathers_run_while_the_block_before_computes(degree):
+    plan = planned("full", degree, layers=LAYERS)
+    gathers = sides(plan)[Role.UNSHARD]
+    forward = [(False, name) for name in ("tok_embeddings", *BLOCKS, HEAD)]
+    backward = [(True, name) for name in (*reversed(BLOCKS), "tok_embeddings")]
+    for units in (forward, backward):
+        for unit in units:
+            start, _ = computes(plan, unit)
+            assert all(wait < start for _, wait in gathers[unit]), "copied before a block begins"
+    for before, unit in pairwise(backward):
+        start, _ = computes(plan, before)
+        for launch, _ in gathers[unit]:
+            assert max(wait for _, wait in gathers[before]) < launch < start
+    for two_before, before, unit in zip(forward, forward[1:], forward[2:], strict=False):
+        start, end = computes(plan, two_before)
+        reads = [
+            place
+            for place, node in enumerate(plan.simulation.joint.graph.nodes)
+            if start < place < end and node.kwargs.get("device") == torch.device("cpu")
+        ]
+        assert bool(reads) == (degree > 1 and two_before[1] in BLOCKS)
+        begin = max(wait for _, wait in gathers[two_before])
+        for launch, _ in gathers[unit]:
+            assert max([begin, *reads]) < launch < (computes(plan, before)[0] if reads else start)
+
+
+def test_a_reduction_is_complete_before_the_next_gradients_are_copied():
+    plan = planned("full", 2, layers=LAYERS)
+    reductions = sides(plan)[Role.REDUCE_GRAD]
+    units = [(True, name) for name in (HEAD, *reversed(BLOCKS), "tok_embeddings")]
+    place = {node: number for number, node in enumerate(plan.simulation.joint.graph.nodes)}
+    copies = fsdp_copies(plan.simulation.joint.graph).before
+    for before, unit in pairwise(units):
+        _, end = computes(plan, unit)
+        waits = [wait for _, wait in reductions[before]]
+        launches = {launch for launch, _ in reductions[unit]}
+        copied = [place[n] for n, collective in copies.items() if place[collective] in launches]
+        assert end < min(waits) and max(waits) < min(copied) < min(launches)
+    last = max(wait for _, wait in reductions[units[-1]])
+    assert last > computes(plan, units[-1])[1]
+
+
+def test_what_is_kept_is_not_gathered_again():
+    gathers = sides(planned("full", 2, layers=1, fsdp_reshard_after_forward="never"))[Role.UNSHARD]
+    assert not any(backward for backward, _ in gathers)
+    gathers = sides(planned("full", 2, layers=1, fsdp_reshard_after_forward="always"))[Role.UNSHARD]
+    assert (True, HEAD) in gathers

@@ -291,13 +291,13 @@ def test_ranks_differ_where_their_shards_do():
 def test_torchtitan_prefetches_and_needs_more():
     ours = planned()
     theirs = make_plan(small(), 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
-    assert theirs.rows[-1].name == "overlap_fsdp"
+    assert theirs.rows[-1].name == "as_fsdp2"
     assert theirs.rows[-1].exposed < theirs.rows[-2].exposed
     assert theirs.need.total >= ours.need.total
     # it is torchtitan that prefetches, whatever our passes are
     without = small("--compile.disable_passes", "overlap_fsdp")
     again = make_plan(without, 4, ours.hardware, runtime=TORCHTITAN, every_pass=False)
-    assert again.rows[-1].name == "overlap_fsdp"
+    assert again.rows[-1].name == "as_fsdp2"
 
 
 def too_small(plan: Plan) -> Hardware:

@@ -140,10 +140,23 @@ def by_size(
 
 
 def by_transformer_block(joint: JointGraph, members: Iterable[Member]) -> list[list[Member]]:
-    """Make one bucket for each route and repeated block, and another for the block's experts.
+    """Make one bucket for each route and part of the model, as `transformer_parts` names them.
 
-    Of the other parameters, those that forward reads after the last block (final norm and output
-    head) share a bucket, and the rest have one for each module. n log n.
+    n log n.
+    """
+    part_of = transformer_parts(joint)
+    buckets: dict[tuple[Route, str], list[Member]] = defaultdict(list)
+    for member in members:
+        buckets[member.route, part_of[member.parameter]].append(member)
+    return list(buckets.values())
+
+
+def transformer_parts(joint: JointGraph, *, separate_experts: bool = True) -> dict[str, str]:
+    """Return by parameter the part of the model that it belongs to. Linear in nodes.
+
+    A repeated block is a part, and its experts are another with `separate_experts`. Of the other
+    parameters, those that forward reads after the last block (final norm and output head) are the
+    part "head", and the rest belong to their modules.
     """
     parameter_in = computed_from_one_parameter(joint, is_form_in_forward)
     # the position of the first node of forward that computes with each parameter
@@ -165,15 +178,13 @@ def by_transformer_block(joint: JointGraph, members: Iterable[Member]) -> list[l
     for name in names:
         block = block_of(name)
         if block is not None:
-            part_of[name] = f"{block}.experts" if name in experts else block
+            is_separate = separate_experts and name in experts
+            part_of[name] = f"{block}.experts" if is_separate else block
         elif 0 <= blocks_end < first_read.get(name, -1):
             part_of[name] = "head"
         else:
             part_of[name] = name.rpartition(".")[0]
-    buckets: dict[tuple[Route, str], list[Member]] = defaultdict(list)
-    for member in members:
-        buckets[member.route, part_of[member.parameter]].append(member)
-    return list(buckets.values())
+    return part_of
 
 
 def without_cycles(buckets: Sequence[list[Member]]) -> list[list[Member]]:

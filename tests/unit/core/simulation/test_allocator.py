@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from graph_trainer.core.analysis.memory import Category, memory_of
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.simulation.allocator import (
-    ONE_POOL,
-    POOL_PER_STREAM,
     Segment,
+    one_pool,
+    pool_per_stream,
     reserved_bytes,
 )
 from graph_trainer.core.units import MIB
@@ -65,7 +65,7 @@ def test_what_is_free_at_the_end_grows_instead_of_being_left():
 def test_a_step_takes_at_least_its_peak_and_with_one_pool_no_more_than_with_several():
     joint = captured_decoder(layers=3, dim=256, hidden=1024)
     memory = memory_of(joint, optimizer_bytes=MIB)
-    one, several = reserved_bytes(memory, ONE_POOL), reserved_bytes(memory, POOL_PER_STREAM)
+    one, several = reserved_bytes(memory, one_pool), reserved_bytes(memory, pool_per_stream)
     assert memory.peak_bytes <= one <= several
     assert reserved_bytes(memory_of(joint, optimizer_bytes=50 * MIB)) >= one + 40 * MIB
 
@@ -82,7 +82,7 @@ def test_a_pool_gives_nothing_to_another(role):
     loss = builder.call(aten.sum.default, copy, phase=BACKWARD)
     joint = builder.joint(loss)
     memory = memory_of(joint)
-    assert reserved_bytes(memory, ONE_POOL) < reserved_bytes(memory, POOL_PER_STREAM)
+    assert reserved_bytes(memory, one_pool) < reserved_bytes(memory, pool_per_stream)
 
 
 def test_gradients_of_a_step_are_freed_before_the_next_and_not_twice():

@@ -11,7 +11,6 @@ from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.host_copies import OFFLOAD, WAIT_COPY
 from graph_trainer.core.simulation.hardware import Link
 from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs
-from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.core.simulation.timeline import (
     COMPUTE,
     describe_ranks,
@@ -41,15 +40,13 @@ class Steps(Builder):
     def wait(self, started):
         return self.call(c10d.wait_tensor.default, started)
 
-    def played(self, *, collective_seconds=0.0, hardware=None, **how):
+    def played(self, *, collective_seconds=0.0, hardware=None):
         joint = self.joint(self.call(aten.sum.default, self.x))
         free = Cost(CostKind.FREE, 0.0, 0, 0)
         second = Cost(CostKind.MEMORY, 1.0, 0, 0)
         cost = {n: second if n.target is aten.relu.default else free for n in joint.graph.nodes}
         joint.groups = GROUPS
-        return play(
-            joint, collectives(joint), cost, hardware or same_seconds(collective_seconds), **how
-        )
+        return play(joint, collectives(joint), cost, hardware or same_seconds(collective_seconds))
 
 
 A, B = (describe_ranks(GROUPS[name]) for name in "ab")
@@ -114,20 +111,6 @@ def test_communication_uses_a_part_of_the_device():
 ])  # fmt: skip
 def test_a_kernel_is_stretched_while_anything_is_communicated(seconds, communicating, takes):
     assert stretched(seconds, communicating, machine(collective_compute_share=0.5)) == takes
-
-
-def test_buckets_are_copied_on_their_streams():
-    hardware = same_seconds(1.0, memory_bytes_per_second=32.0)  # 16 bytes, there and back: 1 s
-    busy = {}
-    for runtime in (GRAPH_TRAINER, TORCHTITAN):
-        b = Steps()
-        unshard = b.start("a", role=Role.UNSHARD, parameter="w")
-        reduce = b.start("b", role=Role.REDUCE_GRAD, parameter="w")
-        b.wait(unshard)
-        b.wait(reduce)
-        busy[runtime.name] = b.played(hardware=hardware, runtime=runtime).busy
-    assert busy["graph_trainer"] == {A: 1.0, B: 1.0}
-    assert busy["torchtitan"] == {A: 1.0, B: 2.0, COMPUTE: 1.0}
 
 
 def test_groups_with_one_short_name_are_two_streams():

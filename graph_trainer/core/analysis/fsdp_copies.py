@@ -1,0 +1,45 @@
+"""The nodes by which FSDP prepares what a collective sends, and those that take its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import fx
+
+from graph_trainer.core.graph.annotations import role_of
+from graph_trainer.core.graph.ops import is_collective
+from graph_trainer.core.torch_private import inputs_of
+
+
+class FsdpCopies(NamedTuple):
+    """Nodes with an FSDP role around the collectives, each with its collective."""
+
+    before: Mapping[fx.Node, fx.Node]
+    """Casts and copies into the tensor that is sent."""
+    after: Mapping[fx.Node, fx.Node]
+    """The wait, and copies of the result. A collective after another one is among them, and what
+    follows it belongs to the second."""
+
+
+def fsdp_copies(graph: fx.Graph) -> FsdpCopies:
+    """Return the nodes around all collectives with an FSDP role. Linear in nodes."""
+    after: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if role_of(node) is None:
+            continue
+        for source in inputs_of(node):
+            if role_of(source) is not None and is_collective(source):
+                after[node] = source
+            elif source in after:
+                after[node] = after[source]
+    before: dict[fx.Node, fx.Node] = {}
+    for node in reversed(graph.nodes):
+        if role_of(node) is None or is_collective(node) or node in after:
+            continue
+        for user in node.users:
+            if role_of(user) is not None and is_collective(user):
+                before[node] = user
+            elif user in before:
+                before[node] = before[user]
+    return FsdpCopies(before, after)
