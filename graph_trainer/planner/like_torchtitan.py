@@ -184,7 +184,9 @@ class _Order:
         for unit, collectives in reductions.items():
             ends[unit] = self._last.get(unit, self._position[collectives[-1]])
         units = sorted(reductions, key=ends.__getitem__)
-        places = [(ends[unit], 1) for unit in units[1:]] + [(len(self._nodes) - 1, -1)]
+        places = [(ends[unit], 1) for unit in units[1:]]
+        if units:
+            places.append((len(self._nodes) - 1, -1))
         for unit, place_of_wait in zip(units, places, strict=True):
             collectives = self._in_order(reductions[unit], backward=True)
             self._put((ends[unit], 2), (before[c] for c in collectives))
