@@ -161,8 +161,15 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """A whole train step: all microbatches, clipping and optimizer."""
-        return self.microbatches * self.simulation.timeline.step_seconds + self.outside_seconds
+        """A whole train step: all microbatches, clipping and optimizer, at the pace of the slowest
+        device, for which all others wait."""
+        graphs = self.microbatches * self.simulation.timeline.step_seconds
+        return (graphs + self.outside_seconds) * self.slowest_device
+
+    @property
+    def slowest_device(self) -> float:
+        """How many times longer than on average the slowest device of the run takes."""
+        return self.hardware.slowest_of(self.world_size)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:

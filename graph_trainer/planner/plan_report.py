@@ -90,6 +90,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "graph_seconds": simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,
+        "slowest_device": plan.slowest_device,
         "step_seconds": plan.step_seconds,
         "host_bytes": simulation.memory.host_bytes,
         "copy_wait_seconds": simulation.timeline.copy_wait_seconds,

@@ -108,7 +108,8 @@ def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
     assert two.peak_bytes > one.peak_bytes
     assert two.tokens_per_step == 2 * one.tokens_per_step
     graph = two.simulation.timeline.step_seconds
-    assert two.step_seconds == 2 * graph + two.outside_seconds
+    of_mean_speed = 2 * graph + two.outside_seconds
+    assert two.step_seconds == of_mean_speed * two.hardware.slowest_of(4) > of_mean_speed
     # What fits counts the gradients of earlier microbatches.
     assert two.need.allocated >= two.peak_bytes
     assert two.need.total - one.need.total >= trained_bytes(one.simulation.joint) - 2**21

@@ -56,6 +56,7 @@ def machine(**changes):
         "power_watts": 100,
         "power_limit_watts": 100,
         "power_idle_watts": 10,
+        "speed_spread": 0.0,
         "devices_per_node": 8,
         "node_bytes_per_second": 100e9,
         "node_efficiency": 1.0,

@@ -239,3 +239,14 @@ def test_an_unknown_profile_is_shown_with_the_nearest_and_all():
     assert all(name in str(caught.value) for name in SHIPPED)
     with pytest.raises(gt.ConfigError, match="there is no such profile; Known profiles: a100"):
         load_hardware("zzzzzz")
+
+
+def test_the_slowest_of_many_devices_is_the_mean_of_the_least_of_many_draws():
+    hardware = machine(speed_spread=0.02)
+    generator = torch.Generator().manual_seed(0)
+    assert hardware.slowest_of(1) == 1
+    for count in (2, 8, 128):
+        draws = torch.randn(20_000, count, generator=generator)
+        drawn = 1 + 0.02 * draws.amax(dim=1).mean().item()
+        # the approximation is within 0.03 standard deviations, and the draws within 0.01
+        assert hardware.slowest_of(count) == pytest.approx(drawn, abs=0.02 * 0.04)
