@@ -10,7 +10,6 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.content import unchanging
-from graph_trainer.core.graph.data_sizes import uneven_experts
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
@@ -123,9 +122,9 @@ def predicted_memory(
     """
     with unchanging(joint.graph):
         fusion = fusion or runtime.fusion(joint, other.fused, other.in_regions)
-        with uneven_experts(joint.graph, other.expert_imbalance):
-            kept = read_until(joint, fusion)
-            scratch = scratch_bytes(joint, hardware.device)
+        # buffers that a kernel reuses and scratch memory do not depend on what experts receive: a
+        # kernel reads and writes rows of one number, and an all-to-all takes no scratch memory
+        kept = read_until(joint, fusion)
         for storage, place in runtime.kept_until(joint).items():
             kept[storage] = max(place, kept.get(storage, place))
         return memory_of(
@@ -134,7 +133,7 @@ def predicted_memory(
             accumulated_bytes=other.accumulated_bytes,
             not_allocated=fusion.kept_inside,
             kept_until=kept,
-            scratch=scratch,
+            scratch=scratch_bytes(joint, hardware.device),
             host_is_device=hardware.device == "cpu",
             expert_imbalance=other.expert_imbalance,
         )

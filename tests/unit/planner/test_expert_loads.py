@@ -129,8 +129,9 @@ def test_the_greatest_imbalance_that_fits_is_found_in_one_graph(hardware, monkey
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("h100-sxm", marks=pytest.mark.full)])
 def test_memory_counts_an_imbalance_and_time_even_shares(hardware):
     plan = planned(hardware)
-    simulation = plan.simulation
-    joint, other = simulation.joint, simulation.other
+    other = plan.simulation.other._replace(fused=True)
+    simulation = replace(plan.simulation, other=other).again()
+    joint = simulation.joint
     uneven = simulate(joint, simulation.hardware, other._replace(expert_imbalance=1.5))
     # what is known of the graph by then is of even shares
     assert simulate(joint, simulation.hardware, other).memory == simulation.memory
@@ -140,6 +141,9 @@ def test_memory_counts_an_imbalance_and_time_even_shares(hardware):
     assert uneven.memory == assumed.memory != simulation.memory
     assert uneven.need() == assumed.need()
     assert uneven.timeline.step_seconds == simulation.timeline.step_seconds
+    limited = replace(plan, simulation=simulation, limit_bytes=uneven.need().total - 1)
+    loads = expert_loads(limited, (), None)
+    assert expert_loads(replace(limited, simulation=uneven), (), None) == loads
 
 
 BUDGET = ("--activation_checkpoint.type", "budget")
