@@ -37,6 +37,8 @@ class RepeatedReads(TorchDispatchMode):
     own: eager reads again too.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._reads: dict[str | None, list[tuple[fx.Node, torch.SymInt]]] = defaultdict(list)
