@@ -19,6 +19,7 @@ import pytest
 
 from graph_trainer.core.graph.annotations import annotate_node, annotation, parameter_of
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.timeline import HOST
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.perfetto_trace import WAITS, Slice, slices, tracks
@@ -143,11 +144,11 @@ def test_what_is_drawn_was_simulated(browser, plan):
     # Every slice is in one bar.
     lanes = by_lane(plan)
     drawn_bars = bars(browser)
-    assert len(drawn_bars) == len(lanes) == 4
+    assert len(drawn_bars) == len(lanes) == 5
     # Only neighbours that are hardly to be seen are merged, and not into wide blocks.
     width = browser.js("return document.getElementById('streams').clientWidth")
     pixel = plan.simulation.timeline.step_seconds * 1e9 / width
-    for found, lane in zip((drawn_bars[i] for i in range(4)), lanes.values(), strict=True):
+    for found, lane in zip((drawn_bars[i] for i in range(5)), lanes.values(), strict=True):
         ends = [-1, *(last for _, last in found)]
         assert [first for first, _ in found] == [end + 1 for end in ends[:-1]]
         assert ends[-1] == len(lane) - 1
@@ -162,7 +163,8 @@ def test_what_is_drawn_was_simulated(browser, plan):
     assert note.startswith(f"{total:,} slices are drawn as {count:,} bars")
     assert len(browser.texts("#streams .bars .point")) == count
     names = browser.texts("#streams .annotation-text")
-    assert names == [name if name in ("compute", WAITS) else f"group of {name}" for name in lanes]
+    plain = ("compute", HOST, WAITS)
+    assert names == [name if name in plain else f"group of {name}" for name in lanes]
 
 
 def test_names_are_text_and_never_code(opened, plan, tmp_path):
