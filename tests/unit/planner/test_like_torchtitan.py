@@ -189,3 +189,28 @@ def test_what_is_kept_is_not_gathered_again():
     assert not any(backward for backward, _ in gathers)
     gathers = sides(planned("full", 2, layers=1, fsdp_reshard_after_forward="always"))[Role.UNSHARD]
     assert (True, HEAD) in gathers
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data_parallel_replicate_degree": "2"}])
+def test_sums_of_tensor_parallelism_are_in_no_bucket(mesh):
+    """Each is complete before the gradients of its block are copied into their bucket."""
+    plan = planned("none", 1, layers=2, tensor_parallel_degree="2", **mesh)
+    reductions = [c for c in plan.simulation.collectives if c.role is Role.REDUCE_GRAD]
+    tensor_parallel = [c for c in reductions if c.ranks == (0, 1)]
+    bucketed = [c for c in reductions if c.ranks != (0, 1)]
+    assert {c.kind for c in tensor_parallel} == {"all_reduce"}
+    assert all(len(c.parameters) == 1 for c in tensor_parallel)
+    summed = {block: 0 for block in BLOCKS[:2]}
+    place = {node: number for number, node in enumerate(plan.simulation.joint.graph.nodes)}
+    for c in tensor_parallel:
+        (parameter,) = c.parameters
+        (bucket,) = (b for b in bucketed if parameter in b.parameters)
+        (wait,) = c.node.users
+        _, end = computes(plan, (True, block_of(parameter) or parameter.partition(".")[0]))
+        assert end < place[c.node] < place[wait] < place[bucket.node]
+        if block_of(parameter):
+            summed[block_of(parameter)] += 1
+        earlier = [b for b in bucketed if place[b.node] < place[bucket.node]]
+        if earlier:  # the reduction before is complete after the sums
+            assert place[wait] < place[next(iter(earlier[-1].node.users))]
+    assert all(count > 1 for count in summed.values())
