@@ -41,6 +41,8 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.activation_policies import NEEDS_CAPTURE, POLICIES
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 Unit = tuple[bool, str]
@@ -51,7 +53,29 @@ _DATA_PARALLEL = frozenset({"dp_replicate", "fsdp", "efsdp"})
 
 
 def config_of_torchtitan(config: GraphTrainerConfig) -> GraphTrainerConfig:
-    """Return a config whose capture has what torchtitan's checkpoint wrappers recompute."""
+    """Return a config whose capture has what torchtitan's checkpoint wrappers recompute.
+
+    Raises:
+        ConfigError: the config has a policy that only the passes of graph_trainer know.
+    """
+    section = config.activation_checkpoint
+    policies = {
+        "activation_checkpoint.type": (
+            POLICIES[type(section)] if isinstance(section, NEEDS_CAPTURE) else None,
+            'the type "selective", "full" or "none"',
+        ),
+        "parallelism.fsdp_reshard_after_forward": (
+            "auto" if config.parallelism.fsdp_reshard_after_forward == "auto" else None,
+            '"default", "always" or "never"',
+        ),
+    }
+    for key, (value, others) in policies.items():
+        if value is not None:
+            raise ConfigError(
+                f'{key} is "{value}", which acts on a captured step, and --like torchtitan plans '
+                "torchtitan's loop, which captures none: set "
+                f"{others}, or leave --like torchtitan out"
+            )
     changed = copy.copy(config)
     changed.compile = replace(config.compile, mode="eager")
     return changed
@@ -232,9 +256,11 @@ class _Order:
         for node in reversed(self._nodes):
             if role_of(node) is not Role.REDUCE_GRAD or self._is_of_fsdp(node):
                 continue
-            if is_wait(node) and not self._is_of_fsdp(node.all_input_nodes[0]):
-                sums.add(node)
-            elif any(user in sums for user in node.users):
+            if (
+                is_wait(node)
+                and not self._is_of_fsdp(node.all_input_nodes[0])
+                or any(user in sums for user in node.users)
+            ):
                 sums.add(node)
         return sums
 

@@ -20,6 +20,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
+from graph_trainer.errors import ConfigError
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.config.load import load_config
 
@@ -85,6 +86,22 @@ def test_only_a_compiler_leaves_out_what_backward_does_not_read(backend, recompu
     backward = [n for n in of_shared if is_backward(n)]
     assert len(of_shared) - len(backward) == 3
     assert len(backward) == 2 * 3 + recomputed
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--activation_checkpoint.type", "budget"), "activation_checkpoint.type"),
+        (
+            ("--parallelism.fsdp_reshard_after_forward", "auto"),
+            "parallelism.fsdp_reshard_after_forward",
+        ),
+    ],
+)
+def test_policies_of_a_captured_step_are_refused(flags, key):
+    config = load_config(["--compile.memory_limit_gib", "8", *flags], world_size=RANKS)
+    with pytest.raises(ConfigError, match=f"^{key} is .* leave --like torchtitan out"):
+        make_plan(config, RANKS, load_hardware("h100-sxm"), runtime=TORCHTITAN)
 
 
 LAYERS = 3
@@ -200,7 +217,7 @@ def test_sums_of_tensor_parallelism_are_in_no_bucket(mesh):
     bucketed = [c for c in reductions if c.ranks != (0, 1)]
     assert {c.kind for c in tensor_parallel} == {"all_reduce"}
     assert all(len(c.parameters) == 1 for c in tensor_parallel)
-    summed = {block: 0 for block in BLOCKS[:2]}
+    summed = dict.fromkeys(BLOCKS[:2], 0)
     place = {node: number for number, node in enumerate(plan.simulation.joint.graph.nodes)}
     for c in tensor_parallel:
         (parameter,) = c.parameters
