@@ -59,23 +59,19 @@ def config_of_torchtitan(config: GraphTrainerConfig) -> GraphTrainerConfig:
         ConfigError: the config has a policy that only the passes of graph_trainer know.
     """
     section = config.activation_checkpoint
-    policies = {
-        "activation_checkpoint.type": (
-            POLICIES[type(section)] if isinstance(section, NEEDS_CAPTURE) else None,
-            'the type "selective", "full" or "none"',
-        ),
-        "parallelism.fsdp_reshard_after_forward": (
-            "auto" if config.parallelism.fsdp_reshard_after_forward == "auto" else None,
-            '"default", "always" or "never"',
-        ),
-    }
-    for key, (value, others) in policies.items():
-        if value is not None:
-            raise ConfigError(
-                f'{key} is "{value}", which acts on a captured step, and --like torchtitan plans '
-                "torchtitan's loop, which captures none: set "
-                f"{others}, or leave --like torchtitan out"
-            )
+    key = value = remedy = ""
+    if isinstance(section, NEEDS_CAPTURE):
+        key, value = "activation_checkpoint.type", POLICIES[type(section)]
+        remedy = '"selective", "full" or "none"'
+    elif config.parallelism.fsdp_reshard_after_forward == "auto":
+        key, value = "parallelism.fsdp_reshard_after_forward", "auto"
+        remedy = '"default", "always" or "never"'
+    if key:
+        raise ConfigError(
+            f'{key} is "{value}", which acts on a captured step, and --like torchtitan plans '
+            f"torchtitan's loop, which captures none: set it to {remedy}, or leave --like "
+            "torchtitan out"
+        )
     changed = copy.copy(config)
     changed.compile = replace(config.compile, mode="eager")
     return changed
@@ -256,11 +252,8 @@ class _Order:
         for node in reversed(self._nodes):
             if role_of(node) is not Role.REDUCE_GRAD or self._is_of_fsdp(node):
                 continue
-            if (
-                is_wait(node)
-                and not self._is_of_fsdp(node.all_input_nodes[0])
-                or any(user in sums for user in node.users)
-            ):
+            is_sum = is_wait(node) and not self._is_of_fsdp(node.all_input_nodes[0])
+            if is_sum or any(user in sums for user in node.users):
                 sums.add(node)
         return sums
 
