@@ -20,7 +20,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kinds, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_parts
 from graph_trainer.core.simulation.hardware import Hardware, Link
-from graph_trainer.core.simulation.host import reads_on_host
+from graph_trainer.core.simulation.host import reads_before_kernels, reads_on_host
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
 
 COMPUTE = "compute"
@@ -110,7 +110,8 @@ def play(
 
     The host issues one node after another. What it issues starts when its stream is free, and not
     before it is issued. Where the host reads what a node computes, it waits for the compute stream,
-    and issues the next node after that: the stream is idle meanwhile.
+    and issues the next node after that: the stream is idle meanwhile. So it does before a node that
+    reads its inputs on the host (see `reads_before_kernels`).
 
     Compute nodes run one after another. A collective starts when the compute stream reaches it
     and the stream of its group is free. Compute continues meanwhile, and is idle at a wait until
@@ -143,6 +144,8 @@ def play(
     for node in joint.graph.nodes:
         kind = kinds[node]
         issue = host_seconds.get(node, 0.0)
+        if issue and reads_before_kernels(node, hardware):
+            host_now = max(host_now, now) + hardware.host.read_seconds
         if issue:
             events.append(Event(node, HOST, host_now, issue))
             host_now += issue
