@@ -109,6 +109,11 @@ def host_seconds(
                 part = program
                 seconds[node] += host.graph_seconds
             continue
+        group = fusion.group.get(node)  # of nodes that are one op of the eager program
+        if group in launched:
+            continue
+        if group is not None:
+            launched.add(group)
         by_engine = runtime.under_autograd and is_backward(node) and not is_recomputed(node)
         issue = host.view_seconds
         if not is_free[node]:
