@@ -1,5 +1,6 @@
 """A plan of what torchtitan runs: what is recomputed, and when FSDP2 gathers and reduces."""
 
+import dataclasses
 from collections import Counter
 from functools import cache
 from itertools import pairwise
@@ -9,6 +10,7 @@ import torch
 
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.fsdp_copies import fsdp_copies
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import (
     Role,
     block_of,
@@ -21,8 +23,9 @@ from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.plan import make_plan, outside_seconds, sums_of_norm
 from graph_trainer.titan.config.load import load_config
+from tests.unit.core.simulation.machines import INSTANT
 
 RANKS = 4
 MODELS = {"deepseek_v3": ("debugmodel", 1), "qwen3": ("debugmodel_moe", 0)}
@@ -231,3 +234,26 @@ def test_sums_of_tensor_parallelism_are_in_no_bucket(mesh):
         if earlier:  # the reduction before is complete after the sums
             assert place[wait] < place[next(iter(earlier[-1].node.users))]
     assert all(count > 1 for count in summed.values())
+
+
+@pytest.mark.parametrize(
+    ("degree", "mesh", "sizes"),
+    [
+        (1, {}, [4]),
+        (2, {}, [2, 2, 4]),  # experts have a mesh of their own, of two dimensions
+        (1, {"data_parallel_replicate_degree": "2"}, [2]),  # copies have equal norms
+        (1, {"tensor_parallel_degree": "2"}, [2, 2]),
+    ],
+)
+def test_ranks_sum_the_norm_over_each_dimension_that_shards(degree, mesh, sizes):
+    """Each is a message without bytes to speak of, which takes as long as its ranks make it."""
+    plan = planned("none", degree, layers=1, **mesh)
+    joint, hardware = plan.simulation.joint, plan.hardware
+    sums = sums_of_norm(joint, hardware)
+    by_size = dict(zip(sorted(sizes), sorted(sums), strict=True))
+    assert len(by_size) == len(set(sums))
+    state = plan.simulation.memory.by_category[Category.OPTIMIZER_STATE][0]
+    instant = dataclasses.replace(hardware, host=INSTANT, memory_efficiency=1e300)
+    assert outside_seconds(
+        dataclasses.replace(plan.simulation, hardware=instant), state
+    ) == pytest.approx(sum(sums))
