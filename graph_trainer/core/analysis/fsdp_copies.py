@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from graph_trainer.core.graph.annotations import role_of
+from graph_trainer.core.graph.annotations import Role, role_of
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.torch_private import inputs_of
 
@@ -50,3 +50,9 @@ def fsdp_copies(
             elif user in before:
                 before[node] = before[user]
     return FsdpCopies(before, after)
+
+
+def copies_into_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the nodes that prepare what FSDP's gathers send, each with its gather. Linear."""
+    before = fsdp_copies(graph).before
+    return {node: c for node, c in before.items() if role_of(c) is Role.UNSHARD}

@@ -49,7 +49,9 @@ class Runtime:
     """Whether autograd records the ops of forward and runs those of backward, where no compiler
     sees them."""
     has_hooks: bool
-    """Whether the hooks of FSDP2 gather parameters and reduce gradients, a block at a time."""
+    """Whether the hooks of FSDP2 gather parameters and reduce gradients, a block at a time. What
+    its gathers send is copied on a stream of its own, all other copies on that of compute
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.13)."""
     compiles_blocks: bool
     """Whether every block is a compiled program that Python calls, in forward and in backward."""
     fuses_copies: bool

@@ -13,7 +13,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.op_costs import costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
 from graph_trainer.core.simulation.simulate import OtherMemory, simulate
-from graph_trainer.core.simulation.timeline import HOST
+from graph_trainer.core.simulation.timeline import COMPUTE, COPIES_IN, HOST
 from graph_trainer.testing import Builder
 from tests.unit.core.passes.bucketing.bucket_graphs import bucket
 from tests.unit.graphs import BACKWARD, aten, captured_decoder
@@ -141,3 +141,21 @@ def test_an_rms_norm_is_one_kernel_where_pytorch_runs_it(runtime, add, is_fused)
     assert len(issued) == (1 if is_fused else len(nodes))
     if is_fused:  # reads the input and the weight, and writes the result
         assert sum(c.bytes for c in cost) == 2 * 64 * 128 * 2 + 128 * 4
+
+
+@pytest.mark.parametrize(("runtime", "beside"), [(GRAPH_TRAINER, False), (TORCHTITAN, True)])
+def test_only_fsdp2_copies_into_gathers_on_a_stream_of_its_own(runtime, beside):
+    """Copies out of gathers, and into reductions, are of compute for both."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    joint = captured_decoder(layers=2, fsdp={"mp_policy": policy})
+    before, after = fsdp_copies(joint.graph)
+    simulation = simulate(joint, H100, runtime=runtime)
+    streams = defaultdict(set)
+    for event in simulation.timeline.events:
+        if event.stream != HOST and event.node not in {c.node for c in simulation.collectives}:
+            if event.node in before:
+                streams[role_of(before[event.node])].add(event.stream)
+            elif event.node in after:
+                streams["after"].add(event.stream)
+    assert streams[Role.UNSHARD] == {COPIES_IN if beside else COMPUTE}
+    assert streams["after"] | streams[Role.REDUCE_GRAD] <= {COMPUTE}
