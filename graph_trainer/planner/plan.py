@@ -261,7 +261,7 @@ def make_plan(
     """
     on_progress("building the model on meta")
     traced = config
-    if runtime is TORCHTITAN:
+    if runtime.name == TORCHTITAN.name:
         traced = config_of_torchtitan(config)
     run = FakeRank(traced, world_size, rank, hardware.device)
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
@@ -272,7 +272,7 @@ def make_plan(
         device_memory=device_memory or unknown,
         host_memory=host_memory or host_memory_of(hardware),
     )
-    if runtime is TORCHTITAN:
+    if runtime.name == TORCHTITAN.name:
         passes = passes_of_torchtitan(passes, compiles=passes.other_memory(joint).fused)
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     look = partial(

@@ -57,7 +57,8 @@ class Runtime:
     fuses_copies: bool
     """Whether one kernel copies all tensors into a bucket, and another all of them out of it."""
     fuses_norms: bool
-    """Whether one kernel computes an RMSNorm that is not compiled, and one or two its backward."""
+    """Whether one kernel computes an RMSNorm that is not compiled, and one or two its backward, as
+    from PyTorch 2.9 on; earlier ones run a kernel for each op of it."""
 
     def fusion(self, joint: JointGraph, compiles: bool, in_regions: bool = False) -> Fusion:
         """Return the groups of nodes that become one kernel.
