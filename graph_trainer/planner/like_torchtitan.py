@@ -190,9 +190,14 @@ class _Order:
         for unit, place_of_wait in zip(units, places, strict=True):
             collectives = self._in_order(reductions[unit], backward=True)
             self._put((ends[unit], 2), (before[c] for c in collectives))
-            self._put(place_of_wait, (after[c] for c in collectives))
+            sums = [c for c in collectives if any(map(_is_reduce_scatter, after[c]))]
+            over_fsdp = [n for c in sums for n in after[c] if _is_reduce_scatter(n)]
+            over_fsdp += [c for c in collectives if c not in sums]
+            # gradients of norms are summed over TP first: DTensor waits for that sum at once
+            self._put((ends[unit], 3), (after[c] for c in sums))
+            self._put(place_of_wait, (after[c] for c in over_fsdp))
             # a second collective of a chain, as of copies of a sharded model: complete at the end
-            chained = [n for c in collectives for n in after[c] if is_collective(n)]
+            chained = [n for c in over_fsdp for n in after[c] if is_collective(n)]
             self._put((len(self._nodes) - 1, -1), (after[c] for c in chained))
         return self._keys
 
@@ -226,6 +231,11 @@ class _Order:
         for number, nodes in enumerate(groups):
             for node in nodes:
                 self._keys[node] = (*place, number, self._position[node])
+
+
+def _is_reduce_scatter(node: fx.Node) -> bool:
+    """Return whether a node reduces over the ranks that shard."""
+    return node.target is torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 def _is_read_by_host(node: fx.Node) -> bool:
