@@ -323,7 +323,7 @@ RUNS = (
         kept_back=True,
     ),
     Published(
-        name="Llama 2 70B batch 1, 64 A100, AC of ops",
+        name="Llama 2 70B, batch 1, AC of ops",
         source=LLAMA_2,
         hardware="a100-80g",
         ranks=64,
@@ -404,7 +404,7 @@ FITS = (
         fits=False,
     ),
     Fits(
-        name="Llama 2 70B batch 1, 64 A100, AC of ops",
+        name="Llama 2 70B, batch 1, AC of ops",
         source=LLAMA_2,
         hardware="a100-80g",
         ranks=64,

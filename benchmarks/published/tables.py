@@ -133,18 +133,18 @@ def judge_fit(run: Fits) -> FitRow:
 def table_lines(rows: Sequence[Row]) -> list[str]:
     """Format the table of runs; those that are kept back have a star."""
     lines = [
-        f"{'run':<41}{'tok/s/GPU':>9}{'plan':>8}{'ratio':>6}{'then':>6}  {'band':<13}"
-        f"{'GiB':>6}{'plan':>7}{'ratio':>6}{'then':>6}"
+        f"{'run':<37}{'tok/s':>7}{'plan':>7}{'ratio':>6}{'then':>6}  {'band':<11}"
+        f"{'GiB':>6}{'plan':>6}{'ratio':>6}{'then':>6}"
     ]
     for row in rows:
-        band = f"{row.band.low:.2f} to {row.band.high:.2f}" if row.band else ""
+        band = f"{row.band.low:.2f}-{row.band.high:.2f}" if row.band else ""
         band += "" if row.in_band in (None, True) else "!"
         memory = "" if row.published_gib is None else f"{row.published_gib:.1f}"
         name = row.run + "*" * row.kept_back
         lines.append(
-            f"{name:<41}{row.published:>9,.0f}{row.predicted:>8,.0f}"
-            f"{row.ratio:>6.2f}{_ratio(row.ratio_then)}  {band:<13}"
-            f"{memory:>6}{row.predicted_gib:>7.1f}{_ratio(row.memory_ratio)}"
+            f"{name:<37}{row.published:>7,.0f}{row.predicted:>7,.0f}"
+            f"{row.ratio:>6.2f}{_ratio(row.ratio_then)}  {band:<11}"
+            f"{memory:>6}{row.predicted_gib:>6.1f}{_ratio(row.memory_ratio)}"
             f"{_ratio(row.memory_ratio_then)}".rstrip()
         )
     lines.append(
@@ -160,11 +160,11 @@ def _ratio(ratio: float | None) -> str:
 
 def fits_lines(rows: Iterable[FitRow]) -> list[str]:
     """Format the table of runs that ran, or were out of memory."""
-    lines = [f"{'run':<45}{'published':>15}{'predicted':>15}{'GiB':>8}"]
+    lines = [f"{'run':<37}{'published':>15}{'predicted':>15}{'GiB':>8}"]
     for row in rows:
         words = ["fits" if fits else "out of memory" for fits in (row.ran, row.predicted)]
         wrong = "" if row.ran == row.predicted else "  wrong"
-        lines.append(f"{row.run:<45}{words[0]:>15}{words[1]:>15}{row.needed_gib:>8.1f}{wrong}")
+        lines.append(f"{row.run:<37}{words[0]:>15}{words[1]:>15}{row.needed_gib:>8.1f}{wrong}")
     return lines
 
 
