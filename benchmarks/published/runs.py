@@ -129,8 +129,9 @@ _FMS_H100 = {"network_bytes_per_second": 800e9 / 8 / 8}
 # Hopper, 0.33 of 989e12 on 132 SMs, of which B200's 148 are 0.16 of 2250e12. An estimate: it has no
 # kernels for Blackwell.
 _FLASH_2_B200 = {"attention_efficiency": 0.16}
-# FlashAttention-3, head size 128, causal, on an H100 SXM5: forward 600 and backward 518 TFLOP/s (its
-# paper, Shah et al., 2024, figures 5 and 6); 2.5 times the FLOPs in backward: together 539 of 989.
+# FlashAttention-3, head size 128, causal, on an H100 SXM5: forward 600 and backward 518 TFLOP/s
+# (its paper, Shah et al., 2024, figures 5 and 6), with 2.5 times the FLOPs in backward: together
+# 539 of 989.
 _FLASH_3 = {"attention_efficiency": 0.54}
 
 RUNS = (
