@@ -37,6 +37,7 @@ from graph_trainer.planner.changes import (
 )
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_comparison, write_page
+from graph_trainer.planner.limits import limits_of
 from graph_trainer.planner.perfetto_trace import write_trace
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, model_name, versions
 from graph_trainer.planner.plan_check import PlanCheck
@@ -160,7 +161,9 @@ def main(argv: Sequence[str]) -> int:
     if imbalances or routing:
         with progress("experts") as say:
             plan = replace(plan, expert_loads=expert_loads(plan, imbalances, routing, say))
-    if not plan.fits:
+    if plan.fits:
+        plan = replace(plan, limits=limits_of(plan))
+    else:
         with progress("what would help") as say:
             advice = advise(plan, load, say, usable_processes())
             advice += fewest_ranks(plan, load, say)

@@ -59,6 +59,7 @@ def flags_of(change: Mapping[str, str]) -> tuple[str, ...]:
 
 def outcome_of(change: Change, plan: Plan) -> Outcome:
     """Sum up the plan of a changed run."""
+    band = plan.band
     return Outcome(
         config=change,
         fits=plan.fits,
@@ -69,6 +70,12 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
         tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
         mfu=plan.mfu,
         mfu_causal=plan.mfu_causal,
+        band=band,
+        tokens_per_second_per_gpu_range=band.of_rate(plan.tokens_per_second_per_gpu)
+        if band
+        else None,
+        step_seconds_range=band.of_time(plan.step_seconds) if band else None,
+        mfu_range=band.of_rate(plan.mfu) if band else None,
     )
 
 

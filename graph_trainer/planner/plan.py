@@ -28,6 +28,7 @@ from graph_trainer.core.simulation.host import Checkpoints, Dispatch
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
 from graph_trainer.core.units import GIB
+from graph_trainer.planner.bands import Band, band_of
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
@@ -67,8 +68,25 @@ class Outcome:
     """As torchtitan counts."""
     mfu_causal: float = 0.0
     """With the causal mask of attention."""
+    band: Band | None = None
+    """As `Plan.band`; the ranges too are None where it is."""
+    tokens_per_second_per_gpu_range: tuple[float, float] | None = None
+    step_seconds_range: tuple[float, float] | None = None
+    mfu_range: tuple[float, float] | None = None
     error: str | None = None
     """Why it cannot be run; None where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much longer a step takes with a tenth less of something."""
+
+    what: str
+    """As "memory bandwidth"."""
+    change: str
+    """The change, as "10% less memory bandwidth"."""
+    longer: float
+    """Part of the step by which it takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +158,8 @@ class Plan:
     """The run under other policies and limits, where that was asked for."""
     expert_loads: ExpertLoads | None = None
     """The run under other spreads of tokens over experts, where that was asked for."""
+    limits: tuple[Limit, ...] = ()
+    """What the step is limited by, the first most, where that was asked for."""
     captures: Captures = field(default_factory=Captures, repr=False, compare=False)
     """What was captured for it, for plans of changed configs."""
     decided_on: tuple[int, ...] = ()
@@ -193,6 +213,11 @@ class Plan:
     def mfu_causal(self) -> float:
         """As `mfu`, without the attention that the causal mask excludes."""
         return self._part_of_peak(self.flops_per_token.causal)
+
+    @property
+    def band(self) -> Band | None:
+        """The range of its throughput, as factors; None where no measured run is like it."""
+        return band_of(self.config, self.hardware)
 
     def _part_of_peak(self, flops_per_token: int) -> float:
         peak = self.hardware.flops(torch.bfloat16)

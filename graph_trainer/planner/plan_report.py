@@ -23,6 +23,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.core.simulation.timeline import ExposedWait
 from graph_trainer.core.units import GIB, gib
+from graph_trainer.planner.bands import Band
 from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
@@ -60,6 +61,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
     """Make the report of a plan."""
     simulation = plan.simulation
     remarks = [(row.name, row.remarks) for row in plan.rows if row.remarks]
+    band, tokens = plan.band, plan.tokens_per_second_per_gpu
     longest = nlargest(LARGEST_SHOWN, simulation.timeline.exposed, key=lambda w: w.seconds)
     return {
         "schema": SCHEMA,
@@ -98,9 +100,15 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "busy_seconds": simulation.timeline.busy,
         "exposed_waits": [_wait(w) for w in longest],
         "exposed_by_module": _exposed_by_module(simulation.timeline.exposed),
-        "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+        "tokens_per_second_per_gpu": tokens,
         "mfu": plan.mfu,
         "mfu_causal": plan.mfu_causal,
+        "band": dataclasses.asdict(band) if band else None,
+        "tokens_per_second_per_gpu_range": band.of_rate(tokens) if band else None,
+        "step_seconds_range": band.of_time(plan.step_seconds) if band else None,
+        "mfu_range": band.of_rate(plan.mfu) if band else None,
+        "mfu_causal_range": band.of_rate(plan.mfu_causal) if band else None,
+        "limits": [dataclasses.asdict(limit) for limit in plan.limits],
     }
 
 
@@ -117,7 +125,12 @@ PURPOSES = {
 
 def readable_report(plan: Plan) -> dict[str, Any]:
     """Make the report for tables and the page: settings in a line, nodes with module and op."""
-    report = plan_report(plan) | {"settings": _settings(plan), "spare": _spare(plan)}
+    report = plan_report(plan) | {
+        "settings": _settings(plan),
+        "spare": _spare(plan),
+        "certainty": how_sure(plan.band),
+        "limited_by": _limited_by(plan),
+    }
     nodes = {node.name: node for node in plan.simulation.joint.graph.nodes}
 
     def described(name: str) -> str:
@@ -204,6 +217,29 @@ def _spare(plan: Plan) -> str:
         f"step, and there is room to keep more: --{POLICY} budget --{LIMIT_KEY} {limit:g} "
         f"--{RESHARD} auto makes again only what does not fit, and --memory-curve shows what each "
         "limit gives."
+    )
+
+
+def how_sure(band: Band | None) -> str:
+    """Say what the ranges of a plan's times are made of."""
+    if band is None:
+        return "Times have no range: no run on a CPU was published to compare plans with."
+    return (
+        f"Ranges contain {band.source} ({band.runs} of torchtitan's and others): they take "
+        f"{1 / band.high:.2f} to {1 / band.low:.2f} times as long as planned. So may all other "
+        "times."
+    )
+
+
+def _limited_by(plan: Plan) -> str:
+    """Say in one sentence what limits the step, and what a tenth less of it would do."""
+    if not plan.limits:
+        return ""
+    most, *others = plan.limits
+    also = ", ".join(f"{limit.change} {limit.longer:.1%}" for limit in others)
+    return (
+        f"Limited most by {most.what}: with {most.change} a step takes {most.longer:.1%} longer; "
+        f"with {also}."
     )
 
 

@@ -44,6 +44,10 @@ def report_text(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield experts_table(report["expert_loads"]["rows"])
         yield Text(f"{what_imbalance_fits(report)}\n")
     yield Text(fit_and_speed(report))
+    if report["fits"]:
+        yield Text(report["certainty"])
+    if report["limited_by"]:
+        yield Text(report["limited_by"])
     if report["spare"]:
         yield Text(report["spare"])
     if report["advice"]:
@@ -281,13 +285,49 @@ def fit_and_speed(report: dict[str, Any]) -> str:
         return f"Does not fit: needs {needs}, {left} more than the {bound}."
     microbatches = report["microbatches"]
     mfus = mfu_names([report])
-    utilization = ", ".join(f"{name} {report[key]:.1%}" for key, name in mfus.items())
+    tokens, source = report["tokens_per_second_per_gpu_range"], ""
+    if report["band"]:
+        source = f" ({tokens_range(tokens)}: {report['band']['source']})"
+    utilization = ", ".join(
+        f"{name} {report[key]:.1%}{_in_brackets(mfu_range(report[f'{key}_range']))}"
+        for key, name in mfus.items()
+    )
     return (
         f"Fits: needs {needs} of the {bound}; {left} head-room.\n"
-        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, {utilization}, "
-        f"{duration(report['step_seconds'])} a step of {microbatches} "
+        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{source}, {utilization}, "
+        f"{duration(report['step_seconds'])}"
+        f"{_in_brackets(seconds_range(report['step_seconds_range']))} a step of {microbatches} "
         f"microbatch{'es' if microbatches > 1 else ''}."
     )
+
+
+Range = tuple[float, float] | None
+
+
+def tokens_range(ends: Range) -> str:
+    """Format a range of tokens per second, to three digits; empty without one."""
+    return "{:,} to {:,}".format(*map(_three_digits, ends)) if ends else ""
+
+
+def mfu_range(ends: Range) -> str:
+    """Format a range of MFU; empty without one."""
+    return f"{100 * ends[0]:.1f} to {ends[1]:.1%}" if ends else ""
+
+
+def seconds_range(ends: Range) -> str:
+    """Format a range of times, both in one unit; empty without one."""
+    if not ends:
+        return ""
+    unit = measure("seconds", ends, significant=3)
+    return f"{unit.digits(ends[0])} to {unit.text(ends[1])}"
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+def _three_digits(number: float) -> int:
+    return round(float(f"{number:.3g}"))
 
 
 def mfu_names(rows: Iterable[dict[str, Any]]) -> dict[str, str]:
@@ -331,11 +371,28 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
         ("needs", "bytes", [None if row["error"] else row["needed_bytes"] for row in rows]),
         ("step", "seconds", _where_it_fits(rows, "step_seconds")),
         ("tok/s/GPU", "count", _where_it_fits(rows, "tokens_per_second_per_gpu")),
+        ("range", "text", [_range_where_it_fits(row) for row in rows]),
         ("exposed", "seconds", _where_it_fits(rows, "exposed_seconds")),
         *((name, "part", _where_it_fits(rows, key)) for key, name in mfus.items()),
     )
-    table.optional = tuple((column,) for column in table.columns[: -len(mfus) - 2 : -1])
+    ranges, *others = table.columns[-len(mfus) - 2 :]
+    table.optional = ((ranges,), *((column,) for column in others[::-1]))
+    table.caption = "\n".join(dict.fromkeys(_factors(row["band"]) for row in rows if row["fits"]))
     return table
+
+
+def _range_where_it_fits(row: dict[str, Any]) -> str:
+    return tokens_range(row["tokens_per_second_per_gpu_range"]) if row["fits"] else ""
+
+
+def _factors(band: dict[str, Any] | None) -> str:
+    """Say in what range throughput and MFU are expected, as factors of what is shown."""
+    if band is None:
+        return "No ranges: no run on a CPU was published to compare plans with."
+    return (
+        f"{band['source']}: {band['low']:.2f} to {band['high']:.2f} times the tokens/s and MFU "
+        "shown."
+    )
 
 
 def _heading(key: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -14,7 +15,7 @@ from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
-from graph_trainer.core.simulation.fusion import Fusion, read_until
+from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, read_until
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.host import PLAIN, Dispatch, host_seconds
 from graph_trainer.core.simulation.op_costs import Cost, costs
@@ -45,6 +46,9 @@ class OtherMemory(NamedTuple):
         return f" with OtherMemory.expert_imbalance = {self.expert_imbalance:g}"
 
 
+_NOT_OF_KERNELS = {"host", "node_bytes_per_second", "network_bytes_per_second"}
+"""Fields of a profile on which the costs of kernels do not depend."""
+
 NO_OTHER_MEMORY = OtherMemory()
 """For a run without optimizer and microbatches."""
 
@@ -74,11 +78,36 @@ class Simulation:
     timeline: Timeline
     other: OtherMemory = NO_OTHER_MEMORY
     dispatch: Dispatch = PLAIN
+    fusion: Fusion = field(default=NO_FUSION, repr=False)
+    host_seconds: Mapping[fx.Node, float] = field(default_factory=dict, repr=False)
+    """By node, what the host takes to issue it."""
 
     def again(self) -> Simulation:
         """Simulate the graph with the sizes to expect now (see `DataSizes`), for memory too."""
         other = self.other._replace(expert_imbalance=1.0)
         return simulate(self.joint, self.hardware, other, self.runtime, self.dispatch)
+
+    def retimed(self, hardware: Hardware) -> Simulation:
+        """Time the step on a profile with other speeds, without simulating its memory again. Where
+        the profile differs in links or in the host alone, the costs of kernels stay as they are,
+        and where the host is the same, so do its seconds."""
+        with unchanging(self.joint.graph):
+            changed = {
+                f.name
+                for f in fields(Hardware)
+                if getattr(hardware, f.name) != getattr(self.hardware, f.name)
+            }
+            cost, issue = self.costs, self.host_seconds
+            if not changed <= _NOT_OF_KERNELS:
+                cost = costs(self.joint, hardware, self.fusion)
+            if "host" in changed:
+                issue = host_seconds(
+                    *(self.joint, cost, self.fusion, hardware, self.runtime, self.dispatch),
+                    self.other.fused,
+                )
+            beside = copies_into_gathers(self.joint.graph) if self.runtime.has_hooks else {}
+            timeline = play(self.joint, self.collectives, cost, hardware, issue, beside)
+        return replace(self, hardware=hardware, costs=cost, timeline=timeline, host_seconds=issue)
 
     def need(self) -> Need:
         """Return the memory that the step needs on its device, as `need_of`."""
@@ -107,7 +136,9 @@ def simulate(
         issue = host_seconds(joint, cost, fusion, hardware, runtime, dispatch, other.fused)
         beside = copies_into_gathers(joint.graph) if runtime.has_hooks else {}
         timeline = play(joint, issued, cost, hardware, issue, beside)
-    return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other, dispatch)
+    return Simulation(
+        *(joint, hardware, runtime, issued, memory, cost, timeline, other, dispatch, fusion, issue)
+    )
 
 
 def predicted_memory(

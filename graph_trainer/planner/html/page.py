@@ -131,6 +131,9 @@ def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) ->
         "category": CATEGORIES.__getitem__,
         "plain": plain,
         "imbalance": text.what_imbalance_fits,
+        "tokens_range": text.tokens_range,
+        "mfu_range": text.mfu_range,
+        "seconds_range": text.seconds_range,
         "look": _look,
         "rows": _rows,
     }

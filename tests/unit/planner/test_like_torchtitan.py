@@ -257,3 +257,21 @@ def test_ranks_sum_the_norm_over_each_dimension_that_shards(degree, mesh, sizes)
     assert outside_seconds(
         dataclasses.replace(plan.simulation, hardware=instant), state
     ) == pytest.approx(sum(sums))
+
+
+def test_under_tensor_parallelism_a_block_is_reduced_while_the_next_computes():
+    """Gradients of norms are summed over TP first; the block's reduction does not wait for the end
+    of backward, which would keep what is sent of all blocks."""
+    plan = planned("full", 1, layers=LAYERS, tensor_parallel_degree="2")
+    reductions = sides(plan)[Role.REDUCE_GRAD]
+    nodes = list(plan.simulation.joint.graph.nodes)
+    scattered = {}
+    for unit, places in reductions.items():
+        for launch, wait in places:
+            if "reduce_scatter" in nodes[launch].name:
+                scattered[unit] = launch, wait
+    blocks = [(True, name) for name in reversed(BLOCKS)]
+    assert {*blocks} <= {*scattered}
+    for unit, following in pairwise(blocks):
+        _, end = computes(plan, following)
+        assert scattered[unit][0] < end < scattered[unit][1] < scattered[following][0]

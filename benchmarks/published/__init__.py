@@ -1,0 +1,1 @@
+"""Published runs beside what a plan predicts for them."""
