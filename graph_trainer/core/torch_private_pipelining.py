@@ -31,7 +31,7 @@ Actions = dict[int, list[Action | None]]
 """By rank of the pipeline, what it computes in order; None where it waits."""
 
 
-class StageOfOrder(StageBase):  # type: ignore[misc]
+class StageOfOrder(StageBase):
     """A stage without a module: what a schedule of torch's needs to list its actions."""
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
@@ -98,12 +98,16 @@ def run_schedule(runtime: ScheduleRuntime, args: list[Any], kwargs: list[dict[st
     runtime._step_microbatches(args, kwargs, return_outputs=False)
 
 
-def receives_of(
-    runtime: ScheduleRuntime, action: Action, *, forward: bool
-) -> list[dist.Work]:
+def receives_of(runtime: ScheduleRuntime, action: Action, *, forward: bool) -> list[dist.Work]:
     """Take the receives that an action waits for; empty where its input is of this rank."""
     pending = runtime.fwd_recv_ops if forward else runtime.bwd_recv_ops
-    return pending.pop((action.stage_index, action.microbatch_index), [])
+    return pending.pop((action.stage_index, microbatch_of(action)), [])
+
+
+def microbatch_of(action: Action) -> int:
+    """Return the microbatch of an action that computes."""
+    assert action.microbatch_index is not None
+    return action.microbatch_index
 
 
 def _no_loss(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -13,6 +13,8 @@ from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import Layout, with_stride, wrap
+from graph_trainer.core.ordering.agreement import Agreement, OneRank
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.guard import Guard
@@ -23,7 +25,7 @@ Parts = list[torch.Tensor]
 """The plain tensors that tensors consist of, in order."""
 
 
-class GraphStage(StageBase):  # type: ignore[misc]
+class GraphStage(StageBase):
     """One stage of a pipeline, whose forward and backward are the halves of a captured graph.
 
     What backward reads is kept from the forward of a microbatch to its backward. Sends and receives
@@ -34,24 +36,33 @@ class GraphStage(StageBase):  # type: ignore[misc]
         module: the module that it was captured of.
         backend: the name of one of `backends.registry`.
         index, num_stages: the place of the stage.
-        device: of the module.
         group: the ranks of the pipeline; None for the default group.
+        data_group: the ranks that run this stage on other data, whose collectives are compared
+            with this rank's, so that all of them make the stage together; None for no others.
+
+    Raises:
+        PassError: the graph cannot be cut.
+        VerificationError: ranks of `data_group` issue other collectives.
     """
 
     def __init__(
         self,
         joint: JointGraph,
         module: nn.Module,
-        backend: str,
+        backend: str = "eager",
         *,
         index: int,
         num_stages: int,
-        device: torch.device,
         group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
     ) -> None:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
         self._halves = cut(joint)
+        agreement = OneRank() if data_group is None else Agreement(data_group)
+        check_order_across_ranks(self._halves.forward, agreement)
+        check_order_across_ranks(self._halves.backward, agreement)
         compile_graph = find_backend(backend).compile
         self._run_forward = compile_graph(self._halves.forward)
         self._run_backward = compile_graph(self._halves.backward)
@@ -103,8 +114,8 @@ class GraphStage(StageBase):  # type: ignore[misc]
         """Run the backward of a microbatch, and return the gradients of the parameters."""
         values = self._saved.pop(microbatch)
         if self.is_last:
-            spec = self.joint.signature.outputs[0]
-            values.append(torch.ones(spec.layout.shape, dtype=spec.layout.dtype, device=self.device))
+            loss = self.joint.signature.outputs[0].layout
+            values.append(torch.ones(loss.shape, dtype=loss.dtype, device=self.device))
         else:
             values += _as(self._gradients_as, self._output_gradients.pop(microbatch))
         results = run_compiled(self._run_backward, self._halves.backward, values)
@@ -125,9 +136,7 @@ class GraphStage(StageBase):  # type: ignore[misc]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send what forward returned."""
-        return self._operations(
-            dist.isend, self._outputs.pop(fwd_chunk_id), self.stage_index + 1
-        )
+        return self._operations(dist.isend, self._outputs.pop(fwd_chunk_id), self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Start to receive the gradients of what forward returned."""
