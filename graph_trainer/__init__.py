@@ -22,7 +22,7 @@ from graph_trainer.errors import (
 
 if TYPE_CHECKING:
     from graph_trainer.core.capture.capture import capture
-    from graph_trainer.core.capture.forward_alone import capture_forward
+    from graph_trainer.core.capture.forward_alone import capture_forward, capture_stage
     from graph_trainer.core.capture.tracing.offload_regions import offload
     from graph_trainer.core.graph.joint_graph import JointGraph
     from graph_trainer.core.partition.exported_step import ExportedStep
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from graph_trainer.core.passes.context import PassContext
     from graph_trainer.core.passes.pass_list import PassConfig
     from graph_trainer.core.passes.pipeline import run_passes
+    from graph_trainer.core.pipeline.schedule import PipelineStep
+    from graph_trainer.core.pipeline.stage import GraphStage
     from graph_trainer.core.runtime.step import Step, compile
     from graph_trainer.core.sharding.ordered_gloo import cpu_backend
     from graph_trainer.core.sharding.simple_fsdp import (
@@ -47,6 +49,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "ExportedStep",
+    "GraphStage",
     "GraphTrainerError",
     "JointGraph",
     "MixedPrecisionPolicy",
@@ -57,6 +60,7 @@ __all__ = [
     "PassContext",
     "MemoryLimitError",
     "PassError",
+    "PipelineStep",
     "Stage",
     "Step",
     "TrainingError",
@@ -64,6 +68,7 @@ __all__ = [
     "backend",
     "capture",
     "capture_forward",
+    "capture_stage",
     "check_capture",
     "compile",
     "cpu_backend",
@@ -77,17 +82,20 @@ __all__ = [
 
 _MODULES = {
     "ExportedStep": "core.partition.exported_step",
+    "GraphStage": "core.pipeline.stage",
     "JointGraph": "core.graph.joint_graph",
     "MixedPrecisionPolicy": "core.sharding.simple_fsdp",
     "NoOptions": "core.passes.base",
     "PartitionedStep": "core.partition.partitioned_step",
     "PassConfig": "core.passes.pass_list",
     "PassContext": "core.passes.context",
+    "PipelineStep": "core.pipeline.schedule",
     "Stage": "core.passes.base",
     "Step": "core.runtime.step",
     "backend": "core.partition.torch_compile_backend",
     "capture": "core.capture.capture",
     "capture_forward": "core.capture.forward_alone",
+    "capture_stage": "core.capture.forward_alone",
     "check_capture": "core.training.check_capture",
     "compile": "core.runtime.step",
     "cpu_backend": "core.sharding.ordered_gloo",

@@ -21,6 +21,7 @@ TORCH_PRIVATE = (
     "graph_trainer.core.torch_private_compile",
     "graph_trainer.core.torch_private_groups",
     "graph_trainer.core.torch_private_inductor",
+    "graph_trainer.core.torch_private_pipelining",
 )
 
 OTHERS = {

@@ -186,6 +186,13 @@ def _captured(
     captured_model = CapturedModel.of(model)
     for spec, tensor in zip(batch_inputs, batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, step.backward)
+    if step.is_stage:
+        num_received = sum(isinstance(leaf, torch.Tensor) for leaf in flatten(step.args, {})[0])
+        for place, tensor in enumerate(batch_tensors[:num_received]):
+            differentiable = tensor.is_floating_point()
+            batch_inputs[place] = dataclasses.replace(
+                batch_inputs[place], requires_grad=differentiable
+            )
 
     mode = fake_mode()
     # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call

@@ -1,4 +1,4 @@
-"""Capture a model without a loss: a joint graph whose backward takes gradients."""
+"""Capture a model without a loss, or a stage of a pipeline: backward takes gradients."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 from graph_trainer.core.capture.capture import capture_step
-from graph_trainer.core.capture.tracing.trace import Step
+from graph_trainer.core.capture.tracing.trace import LossFn, Step
 from graph_trainer.core.graph.annotations import loss_gradient_of, set_input_name, value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.returned import ModelOutputs
+from graph_trainer.core.graph.returned import ModelOutputs, scalar_loss
 from graph_trainer.core.graph.signature import Input, InputKind, OutputKind
 
 
@@ -45,20 +45,66 @@ def capture_forward(
         loss_fn(forward(tokens), labels).backward()
     """
     outputs = ModelOutputs()
-
-    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
     step = Step(
         model=model,
-        loss_fn=call,
+        loss_fn=_call,
         args=args,
         kwargs=dict(kwargs or {}),
         backward=True,
         meta_as=meta_as,
         returned=outputs,
     )
-    joint = capture_step(step)
+    return _with_gradients_as_inputs(capture_step(step), outputs)
+
+
+def capture_stage(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    meta_as: torch.device | str = "meta",
+    full_capture: bool | None = None,
+) -> JointGraph:
+    """Trace forward and backward of one stage of a pipeline into one flat graph.
+
+    Args:
+        module: the layers of the stage.
+        args: what the stage receives from the stage before; the first stage takes its batch here.
+        kwargs: what every stage has of the batch, such as positions and labels.
+        loss_fn: of the last stage, `loss_fn(module, *args, **kwargs)` -> scalar loss; None for the
+            other stages, which are called with the batch.
+        meta_as, full_capture: as of `capture`.
+
+    Returns:
+        The graph: inputs are the module's tensors, the batch and, without a loss, a gradient for
+        each output; outputs are the loss or what the module returns, the gradients of the floating
+        point tensors of `args`, then those of the parameters. The same passes run on it.
+
+    Raises:
+        CaptureError: as of `capture`; or no output depends on a tensor of `args`.
+    """
+    outputs = ModelOutputs()
+    step = Step(
+        model=module,
+        loss_fn=loss_fn or _call,
+        args=args,
+        kwargs=dict(kwargs or {}),
+        backward=True,
+        meta_as=meta_as,
+        returned=scalar_loss if loss_fn else outputs,
+        is_stage=True,
+    )
+    joint = capture_step(step, full_capture)
+    return joint if loss_fn else _with_gradients_as_inputs(joint, outputs)
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _with_gradients_as_inputs(joint: JointGraph, outputs: ModelOutputs) -> JointGraph:
+    """Make the gradients of the outputs, with which backward begins, inputs of the graph."""
     joint.outputs = outputs
     # backward begins with tensors of ones, which become inputs
     graph = joint.graph

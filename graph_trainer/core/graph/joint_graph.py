@@ -168,7 +168,7 @@ class JointGraph:
                     f"the graph returns no gradient for parameter '{spec.name}'"
                 )
         # a backward half takes only the parameters that it reads
-        half = all(output.kind is OutputKind.GRADIENT for output in signature.outputs)
+        half = all(output.kind.is_gradient for output in signature.outputs)
         for output, nodes in with_parts(signature.outputs, values):
             name = output.name
             if output.kind is not OutputKind.GRADIENT or (half and name not in parameters):

@@ -29,8 +29,16 @@ class OutputKind(StrEnum):
     OUTPUT = "output"
     """A tensor that a model returns, where it was captured without a loss."""
     GRADIENT = "gradient"
+    """The gradient of a parameter."""
+    INPUT_GRADIENT = "input_gradient"
+    """The gradient of a tensor of the batch, which a stage of a pipeline received from another."""
     SAVED = "saved"
     """A value that the forward half of a partitioned graph keeps for the backward half."""
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether backward computes it."""
+        return self in (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Output:
 
     kind: OutputKind
     name: str
-    """FQN of the parameter for a gradient; "loss" for the loss."""
+    """FQN of the parameter, or path of the batch value, for a gradient; "loss" for the loss."""
     layout: Layout
 
 

@@ -148,7 +148,7 @@ def _seeds(joint: JointGraph) -> list[fx.Node]:
 
 def _forward_outputs(joint: JointGraph) -> list[tuple[Output, tuple[fx.Node, ...]]]:
     outputs = with_parts(joint.signature.outputs, joint.output_values())
-    return [(spec, nodes) for spec, nodes in outputs if spec.kind is not OutputKind.GRADIENT]
+    return [(spec, nodes) for spec, nodes in outputs if not spec.kind.is_gradient]
 
 
 _Overwritten = dict[tuple[fx.Node, fx.Node], fx.Node]
@@ -162,7 +162,8 @@ def _reads(
     write after the reader, and those that it overwrites."""
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
-    gradients = [node for _, node in joint.gradients()]
+    outputs = with_parts(joint.signature.outputs, joint.output_values())
+    gradients = [node for spec, nodes in outputs if spec.kind.is_gradient for node in nodes]
     forward_writers: dict[Storage, list[fx.Node]] = defaultdict(list)
     first_backward_writer: dict[Storage, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -319,9 +320,13 @@ def _backward_half(
         if node.op == "call_function":
             copy_annotations(node, copies[node])
     output = joint.output_node()
-    graph.output(tuple(read(output, node) for _, node in joint.gradients()))
-    specs = tuple(s for s in joint.signature.outputs if s.kind is OutputKind.GRADIENT)
-    signature = Signature(tuple(inputs), specs, joint.signature.parameters_without_grad)
+    specs, returned = [], []
+    for spec, nodes in with_parts(joint.signature.outputs, joint.output_values()):
+        if spec.kind.is_gradient:
+            specs.append(spec)
+            returned += [read(output, node) for node in nodes]
+    graph.output(tuple(returned))
+    signature = Signature(tuple(inputs), tuple(specs), joint.signature.parameters_without_grad)
     return _half(joint, graph, signature)
 
 

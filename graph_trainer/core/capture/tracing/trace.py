@@ -65,6 +65,9 @@ class Step:
     meta_as: torch.device | str
     returned: Returned
     """Takes what the function returns."""
+    is_stage: bool = False
+    """Whether `args` were received from another stage of a pipeline: gradients of those that are
+    floating point are returned too."""
 
 
 class StandIn(NamedTuple):
@@ -160,11 +163,14 @@ class StepTrace:
         ]
         stand_ins += self.left_out
         attributes = _copy_attributes(stand_ins)
-        leaves: dict[str, torch.Tensor] = {}  # the parameters whose gradients are computed
+        # the parameters, and what a stage received, whose gradients are computed
+        leaves: dict[str, torch.Tensor] = {}
+        received: list[str] = []
         if self.step.backward:
             for spec, tensor in zip(self.inputs, tensors, strict=True):
-                if spec.kind is InputKind.PARAMETER and spec.requires_grad:
+                if spec.kind is not InputKind.BUFFER and spec.requires_grad:
                     leaves[spec.name] = tensor
+                    received += [spec.name] if spec.kind is InputKind.BATCH else []
         watched = leaves | {spec.name: tensor for spec, tensor, _ in self.left_out}
         # Backward runs inside too: checkpointed blocks read their parameters again there.
         with (
@@ -222,6 +228,14 @@ class StepTrace:
 
         for kind, name, tensor in outputs:
             emit(kind, name, taken.unshared(tensor))
+        for name in received:
+            gradient = gradients.pop(name)
+            if gradient is None:
+                raise CaptureError(
+                    f"no output of the stage depends on '{name}', so that the stage before gets no "
+                    "gradient: pass a tensor that needs none as a keyword argument"
+                )
+            emit(OutputKind.INPUT_GRADIENT, name, taken.unshared(gradient, like=leaves[name]))
         for name, gradient in gradients.items():
             if gradient is None:
                 self.without_grad.append(name)

@@ -32,7 +32,7 @@ def compile_graph(joint: JointGraph) -> BoxedFunction:
 def _half(joint: JointGraph) -> str:
     """Return "forward" or "backward" for a half of a partitioned step, "" for a whole step."""
     kinds = {output.kind for output in joint.signature.outputs}
-    if kinds == {OutputKind.GRADIENT}:
+    if all(kind.is_gradient for kind in kinds):
         return "backward"
     return "forward" if OutputKind.SAVED in kinds else ""
 

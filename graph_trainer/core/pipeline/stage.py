@@ -1,0 +1,202 @@
+"""A stage of a pipeline: the two programs of its graph, and what it sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
+from graph_trainer.core.graph.subclasses import Layout, with_stride, wrap
+from graph_trainer.core.ordering.agreement import Agreement, OneRank
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.partition.cut import cut
+from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.runtime.guard import Guard
+from graph_trainer.core.runtime.step import Gradients, output_tensor, run_compiled
+from graph_trainer.core.torch_private_pipelining import StageBase
+
+Parts = list[torch.Tensor]
+"""The plain tensors that tensors consist of, in order."""
+
+
+class GraphStage(StageBase):
+    """One stage of a pipeline, whose forward and backward are the halves of a captured graph.
+
+    What backward reads is kept from the forward of a microbatch to its backward. Sends and receives
+    are of the plain tensors that the outputs consist of.
+
+    Args:
+        joint: of `capture_stage`, after its passes.
+        module: the module that it was captured of.
+        backend: the name of one of `backends.registry`.
+        index, num_stages: the place of the stage.
+        group: the ranks of the pipeline; None for the default group.
+        data_group: the ranks that run this stage on other data, whose collectives are compared
+            with this rank's, so that all of them make the stage together; None for no others.
+
+    Raises:
+        PassError: the graph cannot be cut.
+        VerificationError: ranks of `data_group` issue other collectives.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        module: nn.Module,
+        backend: str = "eager",
+        *,
+        index: int,
+        num_stages: int,
+        group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        super().__init__(module, index, num_stages, device, group)
+        self.joint = joint
+        self._halves = cut(joint)
+        agreement = OneRank() if data_group is None else Agreement(data_group)
+        check_order_across_ranks(self._halves.forward, agreement)
+        check_order_across_ranks(self._halves.backward, agreement)
+        compile_graph = find_backend(backend).compile
+        self._run_forward = compile_graph(self._halves.forward)
+        self._run_backward = compile_graph(self._halves.backward)
+        self._guard = Guard(self._halves.forward)
+        received = [(i, n) for i, n in joint.inputs_of(InputKind.BATCH) if i.name[:4] == "args"]
+        self._layouts = [spec.layout for spec, _ in received]
+        self._received_as = [value_of(node) for _, nodes in received for node in nodes]
+        paths = joint.captured_call.batch.paths
+        self._names = {path.partition("[")[0] for path in paths} - {"args"}
+        gradients = joint.inputs_of(InputKind.OUTPUT_GRADIENT)
+        self._gradients_as = [value_of(node) for _, nodes in gradients for node in nodes]
+        # by microbatch
+        self._received: dict[int, Parts] = {}
+        self._saved: dict[int, Parts] = {}
+        self._outputs: dict[int, Parts] = {}
+        self._output_gradients: dict[int, Parts] = {}
+        self._input_gradients: dict[int, Parts] = {}
+
+    # --- what a microbatch computes ----------------------------------------------------------
+
+    def forward(
+        self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Run the forward of a microbatch; return the loss of the last stage, None of others.
+
+        Args:
+            args: the batch of the first stage; other stages take what they have received.
+            kwargs: of these a stage takes those that it was captured with.
+
+        Raises:
+            CaptureError: the module or the batch differ from those of the capture.
+        """
+        if not self.is_first:
+            parts = _as(self._received_as, self._received.pop(microbatch))
+            args = _wrapped(self._layouts, parts)
+        kwargs = {name: kwargs[name] for name in self._names}
+        values = self._guard.values(self._guard.tensors(self.submod, args, kwargs))
+        saved = [values[place] for place in self._halves.inputs_read]
+        results = list(run_compiled(self._run_forward, self._halves.forward, values))
+        num_saved = len(self._halves.saved())
+        split = len(results) - num_saved
+        self._saved[microbatch] = [*saved, *results[split:]]
+        if self.is_last:
+            return results[0]
+        self._outputs[microbatch] = results[:split]
+        return None
+
+    def backward(self, microbatch: int) -> Gradients:
+        """Run the backward of a microbatch, and return the gradients of the parameters."""
+        values = self._saved.pop(microbatch)
+        if self.is_last:
+            loss = self.joint.signature.outputs[0].layout
+            values.append(torch.ones(loss.shape, dtype=loss.dtype, device=self.device))
+        else:
+            values += _as(self._gradients_as, self._output_gradients.pop(microbatch))
+        results = run_compiled(self._run_backward, self._halves.backward, values)
+        gradients: Gradients = {}
+        for spec, parts in with_parts(self._halves.backward.signature.outputs, results):
+            if spec.kind is OutputKind.INPUT_GRADIENT:
+                self._input_gradients.setdefault(microbatch, []).extend(parts)
+            else:
+                gradients[spec.name] = output_tensor(spec, parts)
+        return gradients
+
+    # --- what it sends and receives, called by torch's runtime --------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Start to receive what the stage before sends."""
+        self._received[fwd_chunk_id] = self._new_buffers(self._received_as)
+        return self._operations(dist.irecv, self._received[fwd_chunk_id], self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send what forward returned."""
+        return self._operations(dist.isend, self._outputs.pop(fwd_chunk_id), self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Start to receive the gradients of what forward returned."""
+        self._output_gradients[bwd_chunk_id] = self._new_buffers(self._gradients_as)
+        return self._operations(
+            dist.irecv, self._output_gradients[bwd_chunk_id], self.stage_index + 1
+        )
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradients of what was received."""
+        return self._operations(
+            dist.isend, self._input_gradients.pop(bwd_chunk_id), self.stage_index - 1
+        )
+
+    def pass_forward(self, microbatch: int, following: GraphStage) -> None:
+        """Pass what forward returned to the next stage, which is on the same rank."""
+        following._received[microbatch] = self._outputs.pop(microbatch)
+
+    def pass_backward(self, microbatch: int, preceding: GraphStage) -> None:
+        """Pass the gradients of what was received to the stage before, on the same rank."""
+        preceding._output_gradients[microbatch] = self._input_gradients.pop(microbatch)
+
+    def clear_runtime_states(self) -> None:
+        """Forget the microbatches of a step that has failed."""
+        for state in (self._received, self._saved, self._outputs):
+            state.clear()
+        self._output_gradients.clear()
+        self._input_gradients.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Do nothing: the graph reduces gradients."""
+
+    def _operations(self, op: Any, tensors: Parts, stage: int) -> list[dist.P2POp]:
+        peer = self._resolve_peer_global_rank(stage)
+        return [dist.P2POp(op, tensor.contiguous(), peer, self.group) for tensor in tensors]
+
+    def _new_buffers(self, like: Sequence[torch.Tensor]) -> Parts:
+        return [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in like]
+
+    # the graph has the shapes, and nothing is exchanged to find them
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        self.chunks = num_microbatches
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        self.act_send_info = {}
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
+        return ()
+
+
+def _as(like: Sequence[torch.Tensor], parts: Parts) -> Parts:
+    """Give what was received, which is contiguous, the strides of the capture."""
+    return [with_stride(part, t.stride()) for t, part in zip(like, parts, strict=True)]
+
+
+def _wrapped(layouts: Sequence[Layout], parts: Parts) -> list[torch.Tensor]:
+    tensors = []
+    rest = iter(parts)
+    for layout in layouts:
+        tensors.append(wrap([next(rest) for _ in range(layout.num_tensors)], layout))
+    return tensors
