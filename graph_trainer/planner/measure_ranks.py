@@ -26,11 +26,11 @@ from graph_trainer.planner.measured_calls import (
 )
 from graph_trainer.planner.terminal import OnProgress
 
-_ROUNDS = 3
+_ROUNDS = 5
 """Turns of each measurement, of which the median counts."""
-_OP_SECONDS = 0.03
+_OP_SECONDS = 0.02
 """Of a turn of an op: several slices of a scheduler that shares cores among ranks."""
-_COLLECTIVE_SECONDS = 0.05
+_COLLECTIVE_SECONDS = 0.03
 _FEWEST = 3
 """Calls of a turn, unless one takes as long as the turn."""
 _WORKING_SET = 16 * 2**20
@@ -87,6 +87,7 @@ def measure(job: Job, on_progress: OnProgress = lambda line: None) -> tuple[Samp
             process = context.Process(target=_rank, args=(rank, store, job, results), daemon=True)
             process.start()
             processes.append(process)
+        on_progress(f"starting {job.ranks} ranks")
         measured: dict[int, Measured] = {}
         try:
             while len(measured) < job.ranks:

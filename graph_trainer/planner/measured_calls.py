@@ -11,11 +11,12 @@ from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.data_sizes import expected, shape_of, stride_of
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, schema_of
 from graph_trainer.core.simulation.calibration import CollectiveSample, OpSample
 from graph_trainer.core.simulation.hardware import Hardware, OpKind
 from graph_trainer.core.simulation.kernel_launches import moves_rows
-from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs, dtype_of
+from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs, dtype_of, measured_name
 from graph_trainer.core.simulation.simulate import Simulation
 
 _ENDLESS = 1e30
@@ -55,12 +56,12 @@ class CollectiveCall:
     """With seconds 0."""
 
 
-def model_costs(simulation: Simulation, base: Hardware) -> dict[fx.Node, Cost]:
+def model_costs(joint: JointGraph, base: Hardware) -> dict[fx.Node, Cost]:
     """Return the costs that samples are compared with: at the scalar efficiencies of the base,
     without launches, and those of matmuls and attention without their bytes."""
     plain = replace(base, launch_seconds=0.0, efficiencies=())
-    by_memory = costs(simulation.joint, plain)
-    by_flops = costs(simulation.joint, replace(plain, memory_bytes_per_second=_ENDLESS))
+    by_memory = costs(joint, plain)
+    by_flops = costs(joint, replace(plain, memory_bytes_per_second=_ENDLESS))
     return {
         node: cost if cost.kind is CostKind.MEMORY else by_flops[node]._replace(bytes=cost.bytes)
         for node, cost in by_memory.items()
@@ -81,7 +82,7 @@ def sample_of(node: fx.Node, cost: Cost) -> OpSample | None:
     by_bytes = kind in (OpKind.MEMORY, OpKind.ROWS)
     return OpSample(
         kind=kind,
-        op=schema.name,
+        op=measured_name(node),
         dtype=str(dtype_of(node)).removeprefix("torch."),
         size=float(cost.bytes if by_bytes else cost.flops),
         model_seconds=cost.seconds,
@@ -100,7 +101,7 @@ def op_calls(simulation: Simulation, base: Hardware, most: int) -> list[OpCall]:
         most: how many to list.
     """
     found: dict[str, OpCall] = {}
-    for node, cost in model_costs(simulation, base).items():
+    for node, cost in model_costs(simulation.joint, base).items():
         sample = sample_of(node, cost)
         if sample is None:
             continue
@@ -215,13 +216,13 @@ def made(value: Any, device: torch.device, bound: int = 2) -> Any:
 
 
 def _tensor(spec: TensorSpec, device: torch.device, bound: int) -> torch.Tensor:
-    """Return a tensor of random numbers; only its own elements are filled."""
+    """Return a tensor of random numbers, or of True, for which an assertion holds."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     if 0 in spec.shape:
         return tensor
     flat = tensor.as_strided((_span(spec),), (1,))
     if spec.dtype is torch.bool:
-        return flat.random_(0, 2).as_strided(spec.shape, spec.stride)
+        return tensor.fill_(True)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         flat.normal_() if spec.dtype.itemsize > 1 or spec.dtype.is_complex else flat.zero_()
     else:

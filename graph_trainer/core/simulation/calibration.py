@@ -41,7 +41,7 @@ class OpSample:
 
     kind: OpKind
     op: str
-    """Name of its schema."""
+    """As `op_costs.measured_name`."""
     dtype: str
     """Of its first tensor, without "torch."."""
     size: float
@@ -241,7 +241,7 @@ def _with_efficiencies(base: Hardware, hardware: Hardware, ops: list[OpSample]) 
             groups[s.kind, None, s.dtype].append(s)
         else:
             groups[s.kind, None, None].append(s)
-            by_op[s.kind, s.op, s.dtype].append(s)
+        by_op[s.kind, s.op, s.dtype].append(s)
     total = _total(ops, "seconds")
     for key, of_op in by_op.items():
         if _total(of_op, "seconds") >= _OWN_CURVE * total:

@@ -127,7 +127,8 @@ class Efficiency:
     dtype: str | None = None
     """Of the op's first tensor; None for any."""
     op: str | None = None
-    """Name of the op's schema, such as "aten::cat"; None for all ops of the kind."""
+    """Name of the op's schema, such as "aten::cat", with the order in memory of the operands of a
+    matmul: "aten::mm nt" for rows and columns. None for all ops of the kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

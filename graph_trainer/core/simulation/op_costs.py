@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from math import log
 from typing import NamedTuple, cast
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from graph_trainer.core.analysis.fusible import free_nodes
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of, value_of
 from graph_trainer.core.graph.content import once_per_node
-from graph_trainer.core.graph.data_sizes import distinct_bytes, nbytes_of, sized
+from graph_trainer.core.graph.data_sizes import distinct_bytes, nbytes_of, sized, stride_of
 from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -39,6 +39,7 @@ from graph_trainer.core.simulation.kernel_launches import (
 from graph_trainer.core.simulation.matmul_costs import (
     Product,
     ProductTime,
+    operands_of,
     product_time,
     products_of,
 )
@@ -227,9 +228,23 @@ class Curves:
         """Return `slowdown` of an op of a graph."""
         if not self._curves:
             return 1.0
-        schema = schema_of(node)
         dtype = str(dtype_of(node)).removeprefix("torch.")
-        return self.slowdown(kind, "" if schema is None else schema.name, dtype, size)
+        return self.slowdown(kind, measured_name(node), dtype, size)
+
+
+def measured_name(node: fx.Node) -> str:
+    """Return the name of a node's op, with the order in memory of both operands of a matmul: n for
+    rows and t for columns, as in "aten::mm nt"."""
+    schema = schema_of(node)
+    if schema is None:
+        return ""
+    operands = operands_of(node)
+    return f"{schema.name} {orders_of(operands)}" if operands else schema.name
+
+
+def orders_of(operands: Sequence[torch.Tensor]) -> str:
+    """Return "n" for each matrix whose rows are adjacent in memory, and "t" for each other one."""
+    return "".join("n" if stride_of(t)[-1] == 1 else "t" for t in operands)
 
 
 def _interpolated(curve: list[tuple[float, float]], size: float) -> float:
