@@ -148,7 +148,7 @@ def _rank(rank: int, store: str, job: Job, results: Any) -> None:
         backend, store=dist.FileStore(store, job.ranks), rank=rank, world_size=job.ranks
     )
     report = results.put if rank == 0 else lambda news: None
-    bench = _Bench(rank, job, lambda line: report((rank, line)))
+    bench = Bench(rank, job, lambda line: report((rank, line)))
     results.put((rank, bench.run()))
     results.close()
     results.join_thread()
@@ -156,7 +156,7 @@ def _rank(rank: int, store: str, job: Job, results: Any) -> None:
     os._exit(0)  # gloo's threads may abort a process that ends
 
 
-class _Bench:
+class Bench:
     """The measurements of one rank."""
 
     def __init__(self, rank: int, job: Job, say: OnProgress) -> None:

@@ -293,28 +293,41 @@ def _timed_ops(trace: Trace) -> Iterator[tuple[Recorded, float]]:
     """Yield distinct ops with the seconds of one call: of the op itself on a CPU, else of its
     kernels. Of nested ops the outermost counts that is one op of a graph."""
     nested = _nested(trace.ops)
+    chosen = _graph_ops(nested)
+    if not trace.kernels:
+        for place, recorded in chosen.items():
+            yield recorded, nested[place].event["dur"] * _MICROSECOND
+        return
+    for place, kernels in _kernels_by_op(trace, nested, chosen).items():
+        yield chosen[place], sum(kernel["dur"] for kernel in kernels) * _MICROSECOND
+
+
+def _graph_ops(nested: list[_Op]) -> dict[int, Recorded]:
+    """Return the ops that a graph could have and that are not within another such op."""
     chosen: dict[int, Recorded] = {}
     for place, op in enumerate(nested):
         if not any(parent in chosen for parent in op.parents):
             recorded = _recorded(op.event)
             if recorded is not None:
                 chosen[place] = recorded
-    if not trace.kernels:
-        for place, recorded in chosen.items():
-            yield recorded, nested[place].event["dur"] * _MICROSECOND
-        return
-    kernel_seconds: dict[int, float] = defaultdict(float)
+    return chosen
+
+
+def _kernels_by_op(
+    trace: Trace, nested: list[_Op], chosen: dict[int, Recorded]
+) -> dict[int, list[dict[str, Any]]]:
+    """Return the kernels that each op of a graph launched, itself or by ops within it."""
+    kernels: dict[int, list[dict[str, Any]]] = defaultdict(list)
     launcher = _Launchers(trace, nested)
     for kernel in trace.kernels:
         launched_by = launcher.of(kernel)
         if launched_by is None or "Collective name" in kernel.get("args", {}):
             continue
         around = (*nested[launched_by].parents, launched_by)
-        outer = next((p for p in around if p in chosen), None)
+        outer = next((place for place in around if place in chosen), None)
         if outer is not None:
-            kernel_seconds[outer] += kernel["dur"] * _MICROSECOND
-    for place, value in kernel_seconds.items():
-        yield chosen[place], value
+            kernels[outer].append(kernel)
+    return kernels
 
 
 class _Launchers:
@@ -376,7 +389,11 @@ def _overloads(name: str) -> list[Any]:
     # a graph cannot call the overload "from" of random_, a word of Python
     names = [overload for overload in packet.overloads() if not keyword.iskeyword(overload)]
     found = [getattr(packet, overload) for overload in names]
-    return [overload for overload in found if not is_composite(overload)]
+    return [
+        overload
+        for overload in found
+        if not is_composite(overload) and not any(a.is_out for a in overload._schema.arguments)
+    ]
 
 
 def _models(ops: Sequence[Recorded], base: Hardware) -> dict[Recorded, OpSample]:
@@ -534,16 +551,11 @@ def _host(trace: Trace) -> dict[str, list[float]]:
     """Return what the host took, by field of `Host`: for ops with one kernel, and for a launch."""
     found: dict[str, list[float]] = {}
     nested = _nested(trace.ops)
-    launcher = _Launchers(trace, nested)
-    launched: dict[int, int] = defaultdict(int)
-    for kernel in trace.kernels:
-        place = launcher.of(kernel)
-        if place is not None:
-            launched[next(iter(nested[place].parents), place)] += 1
+    launched = _kernels_by_op(trace, nested, _graph_ops(nested))
     ops = [
         nested[place].event["dur"] * _MICROSECOND
-        for place, count in launched.items()
-        if count == 1 and _overloads(str(nested[place].event["name"]))
+        for place, kernels in launched.items()
+        if len(kernels) == 1
     ]
     calls = [c["dur"] * _MICROSECOND for c in trace.launches if "LaunchKernel" in c["name"]]
     if ops:
