@@ -383,7 +383,7 @@ def placed_alike(ranks: tuple[int, ...], world_size: int) -> list[tuple[int, ...
 
 
 def _wait(work: Any) -> None:
-    wait = torch.ops._c10d_functional.wait_tensor.default
+    wait = op_named("_c10d_functional.wait_tensor.default")
     for tensor in _tensors(work):
         wait(tensor)
 
