@@ -78,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
     detected = detect_hardware()
     base = load_hardware(flags.base, "--base") if flags.base else detected.hardware
     plan = _plan(flags, words, base) if flags.measure or words else None
-    notes = [] if flags.base or detected.exact else [detected.why]
+    notes = []
+    if not flags.base and not detected.exact:
+        notes.append(f"the base is {detected.why.partition(':')[0]}: name another one with --base")
     if flags.measure:
         assert plan is not None
         samples, more = _measured(flags, plan, base)
