@@ -376,4 +376,8 @@ def _link_figures(
     for old, new in zip(before.protocols, after.protocols, strict=True):
         for key in ("base_seconds", "node_latency_seconds", "network_latency_seconds"):
             figures.append((f"{new.name}.{key}", getattr(old, key), getattr(new, key)))
-    return [Figure(key, len(issued), old, new, *spreads) for key, old, new in figures if old != new]
+    return [
+        Figure(key, len(issued), old, new, *spreads)
+        for key, old, new in figures
+        if not math.isclose(old, new)
+    ]
