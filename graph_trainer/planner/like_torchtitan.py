@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from graph_trainer.core.analysis.fsdp_copies import fsdp_copies
+from graph_trainer.core.analysis.mesh_groups import dtensors_of
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -29,7 +30,7 @@ from graph_trainer.core.graph.annotations import (
     set_bucket_tag,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument, aten, is_collective
+from graph_trainer.core.graph.ops import argument, aten, is_collective, is_wait
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.assign import Member, members_of, transformer_parts
@@ -40,14 +41,37 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.activation_policies import NEEDS_CAPTURE, POLICIES
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 Unit = tuple[bool, str]
 """Whether it is the backward of a part of the model, and the part."""
 
+_DATA_PARALLEL = frozenset({"dp_replicate", "fsdp", "efsdp"})
+"""torchtitan's names of the dimensions of meshes over which FSDP2 shards and copies."""
+
 
 def config_of_torchtitan(config: GraphTrainerConfig) -> GraphTrainerConfig:
-    """Return a config whose capture has what torchtitan's checkpoint wrappers recompute."""
+    """Return a config whose capture has what torchtitan's checkpoint wrappers recompute.
+
+    Raises:
+        ConfigError: the config has a policy that only the passes of graph_trainer know.
+    """
+    section = config.activation_checkpoint
+    key = value = remedy = ""
+    if isinstance(section, NEEDS_CAPTURE):
+        key, value = "activation_checkpoint.type", POLICIES[type(section)]
+        remedy = '"selective", "full" or "none"'
+    elif config.parallelism.fsdp_reshard_after_forward == "auto":
+        key, value = "parallelism.fsdp_reshard_after_forward", "auto"
+        remedy = '"default", "always" or "never"'
+    if key:
+        raise ConfigError(
+            f'{key} is "{value}", which acts on a captured step, and --like torchtitan plans '
+            f"torchtitan's loop, which captures none: set it to {remedy}, or leave --like "
+            "torchtitan out"
+        )
     changed = copy.copy(config)
     changed.compile = replace(config.compile, mode="eager")
     return changed
@@ -81,6 +105,8 @@ def as_fsdp2(joint: JointGraph, options: NoOptions, context: PassContext) -> Non
     on several ranks not before the host, which waits for their numbers of tokens, issues it. In
     backward it runs since those of this block were copied out. Gradients are copied into their
     bucket when the block's backward ends, once the reductions of the block before are complete.
+    What tensor parallelism sums of a gradient is not in a bucket: it is summed then, one parameter
+    after another, before the copies (FSDPParam._get_grad_inner_tensor of torch 2.13).
 
     Parameters that are freed after forward are gathered for the backward of their block, also
     where that does not read them, as of an embedding.
@@ -92,11 +118,22 @@ def as_fsdp2(joint: JointGraph, options: NoOptions, context: PassContext) -> Non
     if settings.reshard_after_forward != "never" and not settings.pipeline_parallel:
         _gather_unread(joint, parts)
     buckets: dict[object, list[Member]] = defaultdict(list)
+    groups = _data_parallel_groups(joint)
     for member in members_of(joint):
-        buckets[member.route, parts[member.parameter]].append(member)
         clear_bucket_tag(member.node)
+        if not member.route.reduction or member.route.group in groups:
+            buckets[member.route, parts[member.parameter]].append(member)
     merge(joint, list(buckets.values()))
-    sort_nodes(joint.graph, _Order(joint, parts).keys())
+    sort_nodes(joint.graph, _Order(joint, parts, groups).keys())
+
+
+def _data_parallel_groups(joint: JointGraph) -> set[str]:
+    """Return the names of the process groups over which FSDP2 gathers and reduces."""
+    groups: set[str] = set()
+    for mesh in dict.fromkeys(tensor.device_mesh for _, tensor in dtensors_of(joint)):
+        for name in _DATA_PARALLEL.intersection(mesh.mesh_dim_names or ()):
+            groups.add(mesh.get_group(name).group_name)
+    return groups
 
 
 def _gather_unread(joint: JointGraph, parts: Mapping[str, str]) -> None:
@@ -123,11 +160,14 @@ def _gather_unread(joint: JointGraph, parts: Mapping[str, str]) -> None:
 class _Order:
     """The order of a step whose collectives FSDP2 issues and waits for."""
 
-    def __init__(self, joint: JointGraph, parts: Mapping[str, str]) -> None:
+    def __init__(
+        self, joint: JointGraph, parts: Mapping[str, str], groups: Collection[str]
+    ) -> None:
         self._parts = parts
         self._nodes = list(joint.graph.nodes)
         self._position = {node: place for place, node in enumerate(self._nodes)}
-        self._copies = fsdp_copies(joint.graph)
+        self._groups = groups
+        self._copies = fsdp_copies(joint.graph, self._is_of_fsdp)
         self._keys: dict[fx.Node, tuple[int, ...]] = {
             node: (place, 0) for node, place in self._position.items()
         }
@@ -162,7 +202,7 @@ class _Order:
                 after[self._copies.after[node]].append(node)
             elif node in self._copies.before:
                 before[self._copies.before[node]].append(node)
-            elif is_collective(node) and role_of(node) is not None:
+            elif role_of(node) is not None and self._is_of_fsdp(node):
                 before[node].append(node)
                 unit = (is_backward(node), self._parts[parameters_of(node)[0]])
                 reduces = role_of(node) is Role.REDUCE_GRAD
@@ -184,17 +224,38 @@ class _Order:
         for unit, collectives in reductions.items():
             ends[unit] = self._last.get(unit, self._position[collectives[-1]])
         units = sorted(reductions, key=ends.__getitem__)
-        places = [(ends[unit], 1) for unit in units[1:]]
+        sums = self._sums_of_tensor_parallelism()
+        places = [(ends[unit], 2) for unit in units[1:]]
         if units:
             places.append((len(self._nodes) - 1, -1))
         for unit, place_of_wait in zip(units, places, strict=True):
             collectives = self._in_order(reductions[unit], backward=True)
-            self._put((ends[unit], 2), (before[c] for c in collectives))
+            self._put((ends[unit], 1), ([n for n in before[c] if n in sums] for c in collectives))
+            self._put(
+                (ends[unit], 3), ([n for n in before[c] if n not in sums] for c in collectives)
+            )
             self._put(place_of_wait, (after[c] for c in collectives))
             # a second collective of a chain, as of copies of a sharded model: complete at the end
             chained = [n for c in collectives for n in after[c] if is_collective(n)]
             self._put((len(self._nodes) - 1, -1), (after[c] for c in chained))
         return self._keys
+
+    def _is_of_fsdp(self, node: fx.Node) -> bool:
+        """Return whether a node with an FSDP role is a collective of FSDP2."""
+        if not is_collective(node):
+            return False
+        return role_of(node) is Role.UNSHARD or argument(node, "group_name") in self._groups
+
+    def _sums_of_tensor_parallelism(self) -> set[fx.Node]:
+        """Return the nodes by which gradients are summed before FSDP2 reduces them, with casts."""
+        sums: set[fx.Node] = set()
+        for node in reversed(self._nodes):
+            if role_of(node) is not Role.REDUCE_GRAD or self._is_of_fsdp(node):
+                continue
+            is_sum = is_wait(node) and not self._is_of_fsdp(node.all_input_nodes[0])
+            if is_sum or any(user in sums for user in node.users):
+                sums.add(node)
+        return sums
 
     def _start(
         self, unit: Unit, gathers: list[fx.Node], after: Mapping[fx.Node, list[fx.Node]]

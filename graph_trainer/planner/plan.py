@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,12 +11,18 @@ from importlib import metadata
 from typing import Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from graph_trainer.core.analysis.collectives import Collective
+from graph_trainer.core.analysis.mesh_groups import dtensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.memory_limit import DeviceMemoryOf, host_memory_of, unknown
 from graph_trainer.core.passes.memory_table import MemoryTable
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
+from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.host import Checkpoints, Dispatch
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
@@ -254,7 +261,7 @@ def make_plan(
     """
     on_progress("building the model on meta")
     traced = config
-    if runtime is TORCHTITAN:
+    if runtime.name == TORCHTITAN.name:
         traced = config_of_torchtitan(config)
     run = FakeRank(traced, world_size, rank, hardware.device)
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
@@ -265,7 +272,7 @@ def make_plan(
         device_memory=device_memory or unknown,
         host_memory=host_memory or host_memory_of(hardware),
     )
-    if runtime is TORCHTITAN:
+    if runtime.name == TORCHTITAN.name:
         passes = passes_of_torchtitan(passes, compiles=passes.other_memory(joint).fused)
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     look = partial(
@@ -337,15 +344,51 @@ def outside_seconds(simulation: Simulation, optimizer_bytes: int) -> float:
 
     Clipping reads every gradient for the norm, then reads and writes it to scale it. A fused
     optimizer reads parameters and gradients and writes parameters: 6 times the bytes of the
-    parameters in all. It also reads and writes its states: 2. The host issues this while the device
-    still computes, if it is ahead.
+    parameters in all. It also reads and writes its states: 2. In between, ranks sum the norm. The
+    host issues this while the device still computes, if it is ahead.
     """
     joint, hardware = simulation.joint, simulation.hardware
     moved = 6 * trained_bytes(joint) + 2 * optimizer_bytes
-    device = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
+    sums = sums_of_norm(joint, hardware)
+    device = sum(sums) + moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
     count = sum(1 for _ in joint.gradients())
     host = count * (hardware.host.clip_seconds + hardware.host.optimizer_seconds)
+    host += len(sums) * hardware.host.start_collective_seconds
     return max(device, host - simulation.timeline.host_lead_seconds)
+
+
+def sums_of_norm(joint: JointGraph, hardware: Hardware) -> list[float]:
+    """Return the seconds of each all-reduce by which ranks sum the norm of all gradients.
+
+    Parameters of each mesh have a norm, a DTensor, which is summed over one dimension of the mesh
+    after another (torchtitan 0.3.0, distributed/utils.py, clip_grad_norm_). Not over dimensions
+    over which all of them are copies.
+    """
+    sharded: dict[DeviceMesh, set[int]] = defaultdict(set)
+    for spec, tensor in dtensors_of(joint):
+        if spec.kind is InputKind.PARAMETER and spec.requires_grad:
+            dims = enumerate(tensor.placements)
+            sharded[tensor.device_mesh].update(d for d, place in dims if not place.is_replicate())
+    sums = []
+    for mesh, dims_of_mesh in sharded.items():
+        for dim in sorted(dims_of_mesh):
+            ranks = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim))[0].tolist()
+            norm = Collective(
+                node=joint.output_node(),
+                kind="all_reduce",
+                ranks=tuple(ranks),
+                inputs=(("float32", 1),),
+                input_bytes=torch.float32.itemsize,
+                output_bytes=torch.float32.itemsize,
+                reduction="sum",
+                role=None,
+                phase=None,
+                module=None,
+                parameter=None,
+            )
+            if len(ranks) > 1:
+                sums.append(collective_seconds(norm, hardware))
+    return sums
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -108,7 +110,9 @@ def parallelize_decoder(
         mode,
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
         gradient_divide_factor=1.0,
-        shard_over=partial(_expert_sharding, parallel_dims) if parallel_dims.ep_enabled else None,
+        shard_over=partial(
+            _expert_sharding, parallel_dims, ShardOver(mesh=mesh, mode=mode), _experts_of(model)
+        ),
     )
     logger.info(f"Applied SimpleFSDP ({mode}) over {mesh.size()} data-parallel ranks")
     initialize = model.init_states
@@ -154,31 +158,49 @@ def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -
     return parallel.train()
 
 
-def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> ShardOver | None:
-    """Return how to shard experts over the ranks that have the same experts; None for others.
+def _experts_of(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the parameters of a model's experts, whose first dimension is the experts."""
+    experts: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            experts.update(module.parameters())
+    return frozenset(experts)
 
-    Experts are the parameters that `Module.parallelize` has put on the expert mesh. Where there are
-    fewer experts than ranks, their second dimension is split, as by FSDP2 in torchtitan: a split of
-    the first one would need padding.
+
+def _expert_sharding(
+    dims: ParallelDims,
+    of_model: ShardOver,
+    experts: frozenset[nn.Parameter],
+    fqn: str,
+    parameter: nn.Parameter,
+) -> ShardOver | None:
+    """Return how to shard experts, if not as the model; None for other parameters.
+
+    Those that `Module.parallelize` has put on the expert mesh are sharded over the ranks that have
+    the same experts. Where there are fewer experts than ranks, their second dimension is split, as
+    by FSDP2 in torchtitan (`apply_fsdp_to_decoder`, which counts the copies of HSDP as ranks only
+    without expert parallelism): a split of the first one would need padding.
     """
-    if not _is_expert(parameter):
-        return None
-    ranks = dims.get_mesh("efsdp").size() * dims.ep
-    dim = 1 if ranks > parameter.shape[0] else 0
-    if dims.dp_replicate_enabled:
-        mesh = dims.get_mesh(["dp_replicate", "efsdp"])
-        return ShardOver(mesh=mesh, mode="hybrid_shard", dim=dim)
-    return ShardOver(mesh=dims.get_mesh("efsdp"), mode="fully_shard", dim=dim)
+    if _is_parallel_expert(parameter):
+        ranks = dims.get_mesh("efsdp").size() * dims.ep
+        dim = 1 if ranks > parameter.shape[0] else 0
+        if dims.dp_replicate_enabled:
+            mesh = dims.get_mesh(["dp_replicate", "efsdp"])
+            return ShardOver(mesh=mesh, mode="hybrid_shard", dim=dim)
+        return ShardOver(mesh=dims.get_mesh("efsdp"), mode="fully_shard", dim=dim)
+    if parameter in experts and of_model.mesh.size() > parameter.shape[0]:
+        return replace(of_model, dim=1)
+    return None
 
 
-def _is_expert(parameter: nn.Parameter) -> bool:
+def _is_parallel_expert(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _check_experts(model: nn.Module, degree: int) -> None:
     """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours."""
     key = f"parallelism.expert_parallel_degree is {degree}"
-    if not any(map(_is_expert, model.parameters())):
+    if not any(map(_is_parallel_expert, model.parameters())):
         raise ConfigError(
             f"{key}, and {type(model).__name__} has no experts to divide: set it to 1, or train a "
             "mixture of experts"

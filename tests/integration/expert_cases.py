@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.data_sizes import data_sizes_of
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.sharding.simple_fsdp import ShardOver
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.routing import mixtures_of, read_routing
 from tests.integration.checkpoint_cases import resumed
 from tests.integration.matrix import (
@@ -36,6 +38,7 @@ from tests.integration.matrix import (
     tensor,
 )
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
+from tests.layers import with_few_layers
 
 ROWS = 8
 """Sequences of the global batch."""
@@ -220,6 +223,36 @@ def second_dimension(folder: Path, _: str) -> dict[str, Any]:
     first = found[0]
     equal = [torch.equal(a, b) for each in found for a, b in zip(first, each, strict=True)]
     return {"equal": equal, "shapes": shapes}
+
+
+def _with_experts(count: int, config: GraphTrainerConfig) -> None:
+    """Leave few layers, and in their mixtures so many experts, of which a token chooses one."""
+    with_few_layers(config)
+    model: Any = config.model_spec and config.model_spec.model
+    for layer in model.layers:
+        if layer.moe is not None:
+            dispatcher = layer.moe.routed_experts.token_dispatcher
+            dispatcher.top_k = layer.moe.router.top_k = 1
+            dispatcher.num_experts = layer.moe.router.num_experts = count
+            layer.moe.routed_experts.inner_experts.num_experts = count
+            layer.moe.router.gate.out_features = count
+
+
+def few_experts(folder: Path, _: str) -> dict[str, Any]:
+    """Fewer experts than ranks of FSDP, without expert parallelism."""
+    change = functools.partial(_with_experts, 2)
+    flags = DEEPSEEK | FP32 | shard(4) | rows(2)
+    captured = Recorded(flags, folder, change).run()
+    weights = [p for n, p in captured.parameters() if "inner_experts" in n]
+    result = {
+        "dims": sorted({p.placements[0].dim for p in weights}),
+        "parts": sorted({p.to_local().numel() / p.numel() for p in weights}),
+    }
+    eager = Recorded(flags | EAGER, folder, change).run()
+    result["differing"] = differing(eager, captured)
+    eager.close()
+    captured.close()
+    return result
 
 
 def route(recorded: Recorded, favoured: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import Issued, count_issued
 from tests.integration.matrix import COMMON, STEPS, Flags, arguments
@@ -36,11 +37,16 @@ class Recorded:
         issued: the collectives that the last recorded step asked for, if it was asked to count.
     """
 
-    def __init__(self, flags: Flags, folder: Path) -> None:
+    def __init__(
+        self,
+        flags: Flags,
+        folder: Path,
+        change: Callable[[GraphTrainerConfig], None] = with_few_layers,
+    ) -> None:
         on_cuda = _ON_CUDA if torch.accelerator.is_available() else {}
         words = arguments(COMMON | on_cuda | flags | {"dump_folder": folder})
         config = load_config(words)
-        with_few_layers(config)
+        change(config)
         self.trainer: GraphTrainer = GraphTrainer(config)
         self.losses: list[torch.Tensor] = []
         self.gradients: list[dict[str, torch.Tensor]] = []

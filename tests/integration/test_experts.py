@@ -12,6 +12,7 @@ from tests.integration.launches import Job, Launches
 ROUTINGS = Job(4, "expert_cases:other_routing:deepseek_ep4")
 MANY = Job(2, "expert_cases:many_routings:12")
 SECOND = Job(4, "expert_cases:second_dimension:")
+FEW = Job(4, "expert_cases:few_experts:")
 SAVED = Job(4, "expert_cases:saved:")
 ON_ONE_RANK = Job(1, "expert_cases:resumed_on_one_rank:", (SAVED,), phase=2)
 SAVED_ROUTINGS = [
@@ -67,6 +68,14 @@ def test_experts_are_on_the_mesh_of_their_own(launches: Launches, case: ExpertCa
     replicated = ["dp_replicate"] if "hsdp" in case.name else []
     assert rank["meshes"] == [[*replicated, "efsdp", "ep"]]
     assert rank["dims"] == [0]
+
+
+@pytest.mark.parametrize("other", [FEW], ids=["fsdp4"])
+def test_fewer_experts_than_ranks_are_sharded_along_their_second_dimension(
+    launches: Launches, other: Job
+) -> None:
+    for rank in launches(other):
+        assert rank == {"dims": [1], "parts": [1 / 4], "differing": []}
 
 
 @pytest.mark.parametrize("other", [SECOND], ids=["fsdp4"])

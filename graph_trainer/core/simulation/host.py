@@ -23,6 +23,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aten, is_collective, is_getitem, is_wait
 from graph_trainer.core.simulation.fusion import Fusion
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.matmul_costs import is_one_by_one, product_of
 from graph_trainer.core.simulation.op_costs import Cost
 from graph_trainer.core.simulation.runtimes import Runtime
 
@@ -108,6 +109,11 @@ def host_seconds(
                 part = program
                 seconds[node] += host.graph_seconds
             continue
+        group = fusion.group.get(node)  # of nodes that are one op of the eager program
+        if group in launched:
+            continue
+        if group is not None:
+            launched.add(group)
         by_engine = runtime.under_autograd and is_backward(node) and not is_recomputed(node)
         issue = host.view_seconds
         if not is_free[node]:
@@ -132,6 +138,13 @@ def reads_on_host(node: fx.Node) -> bool:
     if node.target is aten._to_copy.default and not node.kwargs.get("non_blocking"):
         return _all_on_host(tensors_of(node)) and not _is_on_host(node)
     return node.target is aten.repeat_interleave.Tensor and node.kwargs.get("output_size") is None
+
+
+def reads_before_kernels(node: fx.Node, hardware: Hardware) -> bool:
+    """Return whether an op copies to the host what its kernels depend on: the offsets of groups
+    that are multiplied one by one."""
+    product = product_of(node) if hardware.device == "cuda" else None
+    return product is not None and is_one_by_one(product, hardware)
 
 
 _READ = {

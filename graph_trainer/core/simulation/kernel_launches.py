@@ -220,11 +220,12 @@ def _index_put(call: Call) -> list[Kernels]:
 
 def _deterministic_scatter_add(call: Call) -> list[Kernels]:
     """torchtitan's scatter_add of expanded indices: TensorAdvancedIndexing.cpp,
-    _scatter_via_index_put. It checks the indices: their greatest and least, copied to the host."""
+    _scatter_via_index_put. It checks the greatest and the least index on the device, each by a
+    reduction, a comparison and an assertion (cuda/Indexing.cu, wrapIndexOnce)."""
     table, index, values = (call.tensor(name) for name in ("out", "index", "src"))
     rows, row_bytes = shape_of(index)[0], _row_bytes(table, 1)
     copy = Kernels(bytes=2 * distinct_bytes(table))
-    checks = [Kernels(2, bytes=_INDEX * rows), Kernels(2)]
+    checks = [Kernels(2, bytes=_INDEX * rows), Kernels(4)]
     return [copy, *checks, *_add_rows(call, table, values, rows, row_bytes, sorts=True)]
 
 

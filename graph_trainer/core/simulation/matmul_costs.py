@@ -125,15 +125,13 @@ def product_time(product: Product, hardware: Hardware) -> ProductTime:
         return ProductTime(flops / _usable_flops(product, hardware), 1)
     if not product.is_grouped:
         return _plain_time(product, hardware)
-    tiles = _GROUPED_TILES.get(int(hardware.compute_capability))
-    if tiles is None or product.dtype is not torch.bfloat16:
-        # one product after another, which the host launches once it has copied the offsets
-        # (_grouped_mm_fallback in PyTorch's aten/src/ATen/native/GroupedMMUtils.h)
+    if is_one_by_one(product, hardware):
         rows = ceil(product.rows / product.groups)
         one = _plain_time(replace(product, groups=1, rows=rows, is_grouped=False), hardware)
         least = one.kernels * hardware.launch_seconds
         seconds = product.groups * max(one.seconds, least) + hardware.launch_seconds
         return ProductTime(seconds, product.groups * one.kernels + 1)
+    tiles = _GROUPED_TILES[int(hardware.compute_capability)]
     is_small = min(product.rows / product.groups, product.columns) <= _SMALL_GROUP
     tile = tiles[0] if is_small else tiles[1]
     num_tiles = 2 * _tiles_of_rows(product, 2 * tile[0]) * ceil(product.columns / tile[1])
@@ -141,6 +139,19 @@ def product_time(product: Product, hardware: Hardware) -> ProductTime:
     seconds = waves * _tile_seconds(tile, product.depth, product, hardware)
     # a kernel before it computes the addresses and shapes of the groups
     return ProductTime(seconds + hardware.launch_seconds, 2)
+
+
+def is_one_by_one(product: Product, hardware: Hardware) -> bool:
+    """Return whether the groups of a product are products one after another, which the host
+    launches once it has copied the offsets.
+
+    PyTorch's kernel takes bfloat16 on Hopper and Blackwell (aten/src/ATen/native/cuda/
+    GroupedBlas.cpp, _grouped_mm_cuda); otherwise `_grouped_mm_fallback` of GroupedMMUtils.h runs.
+    """
+    if not product.is_grouped or hardware.compute_units == 1:
+        return False
+    has_kernel = int(hardware.compute_capability) in _GROUPED_TILES
+    return not has_kernel or product.dtype is not torch.bfloat16
 
 
 def _plain_time(product: Product, hardware: Hardware) -> ProductTime:

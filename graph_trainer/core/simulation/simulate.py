@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collectives
+from graph_trainer.core.analysis.fsdp_copies import copies_into_gathers
 from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -104,7 +105,8 @@ def simulate(
         cost = costs(joint, hardware, fusion)
         memory = predicted_memory(joint, hardware, other, runtime, fusion)
         issue = host_seconds(joint, cost, fusion, hardware, runtime, dispatch, other.fused)
-        timeline = play(joint, issued, cost, hardware, issue)
+        beside = copies_into_gathers(joint.graph) if runtime.has_hooks else {}
+        timeline = play(joint, issued, cost, hardware, issue, beside)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other, dispatch)
 
 

@@ -20,11 +20,12 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kinds, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_parts
 from graph_trainer.core.simulation.hardware import Hardware, Link
-from graph_trainer.core.simulation.host import reads_on_host
+from graph_trainer.core.simulation.host import reads_before_kernels, reads_on_host
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
 
 COMPUTE = "compute"
 HOST = "host"
+COPIES_IN = "copies into gathers"
 TO_HOST = "copies to host memory"
 FROM_HOST = "copies from host memory"
 
@@ -105,12 +106,14 @@ def play(
     cost: dict[fx.Node, Cost],
     hardware: Hardware,
     host_seconds: Mapping[fx.Node, float] = {},
+    copied_beside: Mapping[fx.Node, fx.Node] = {},
 ) -> Timeline:
     """Simulate a graph in its order. Linear in nodes.
 
     The host issues one node after another. What it issues starts when its stream is free, and not
     before it is issued. Where the host reads what a node computes, it waits for the compute stream,
-    and issues the next node after that: the stream is idle meanwhile.
+    and issues the next node after that: the stream is idle meanwhile. So it does before a node that
+    reads its inputs on the host (see `reads_before_kernels`).
 
     Compute nodes run one after another. A collective starts when the compute stream reaches it
     and the stream of its group is free. Compute continues meanwhile, and is idle at a wait until
@@ -122,6 +125,8 @@ def play(
     Args:
         issued, cost: the results of `collectives` and `costs`.
         host_seconds: that of the function of this name; empty for a host that takes no time.
+        copied_beside: nodes that run on a stream for copies, beside compute, each with the
+            collective that waits for it.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued, dict(joint.gradients()))
@@ -130,7 +135,8 @@ def play(
     kinds = collective_kinds(joint.graph)
     # the times at which streams become free, and at which collectives and copies end
     group_free: dict[str, float] = defaultdict(float)
-    copies_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
+    copies_free = {TO_HOST: 0.0, FROM_HOST: 0.0, COPIES_IN: 0.0}
+    copied: dict[fx.Node, float] = defaultdict(float)  # by collective, when its input is complete
     links = _Links(hardware)
     copy_end: dict[fx.Node, float] = {}
     ends: dict[object, tuple[float, Collective]] = {}
@@ -143,10 +149,13 @@ def play(
     for node in joint.graph.nodes:
         kind = kinds[node]
         issue = host_seconds.get(node, 0.0)
+        if issue and reads_before_kernels(node, hardware):
+            host_now = max(host_now, now) + hardware.host.read_seconds
         if issue:
             events.append(Event(node, HOST, host_now, issue))
             host_now += issue
-            if node not in by_node and cost[node].seconds:  # the compute stream runs it
+            beside = node in by_node or node in copied_beside
+            if cost[node].seconds and not beside:  # the compute stream runs it
                 host_wait_seconds += max(0.0, host_now - now)
                 now = max(now, host_now)
         starts.append(now)
@@ -154,7 +163,7 @@ def play(
             collective = by_node[node]
             stream = names[collective.ranks]
             latency, transfer, link = collective_parts(collective, hardware)
-            start = max(now, host_now, group_free[stream])
+            start = max(now, host_now, group_free[stream], copied[node])
             end = links.transfer(start + latency, transfer, link, Direction.OUT, Direction.IN)
             group_free[stream] = end
             ends[roots[node]] = (end, collective)
@@ -186,6 +195,11 @@ def play(
                 purpose = traffic[collective.node]
                 exposed.append(ExposedWait(node, collective, purpose, end - now))
                 now = end
+        elif cost[node].seconds and node in copied_beside:
+            start = max(now, host_now, copies_free[COPIES_IN])
+            end = start + cost[node].seconds
+            copies_free[COPIES_IN] = copied[copied_beside[node]] = end
+            events.append(Event(node, COPIES_IN, start, cost[node].seconds))
         elif cost[node].seconds:
             communicating = max(group_free.values(), default=0.0) - now
             seconds = stretched(cost[node].seconds, communicating, hardware)

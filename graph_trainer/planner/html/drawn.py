@@ -10,7 +10,7 @@ from typing import Any
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import CostKind
-from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, HOST, TO_HOST
+from graph_trainer.core.simulation.timeline import COMPUTE, COPIES_IN, FROM_HOST, HOST, TO_HOST
 from graph_trainer.planner.perfetto_trace import WAIT, WAITS, nanoseconds, slices, tracks
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.plan_report import CATEGORIES, PURPOSES
@@ -26,7 +26,7 @@ KINDS = {
 }
 """The names of the kinds of slices on the page."""
 
-_NO_GROUP = (COMPUTE, HOST, TO_HOST, FROM_HOST, WAITS)
+_NO_GROUP = (COMPUTE, COPIES_IN, HOST, TO_HOST, FROM_HOST, WAITS)
 
 
 def drawn(plan: Plan) -> dict[str, Any]:

@@ -168,6 +168,28 @@ def test_experts_are_sharded_as_torchtitan_shards_them(ranks, flags, dim, stride
     assert weight.to_local().numel() * ranks // copies == weight.numel()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags", "dim", "strided"),
+    [
+        (8, [], 0, False),
+        (16, [], 1, False),
+        (16, [REPLICATE, "2"], 1, False),
+        (32, [TENSOR, "2"], 1, True),
+        (16, [TENSOR, "2"], 0, False),
+    ],
+)
+def test_experts_without_expert_parallelism_too(ranks, flags, dim, strided):
+    """There are eight; torchtitan counts the copies of HSDP as ranks."""
+    fake = fake_rank(*flags, ranks=ranks, module="deepseek_v3", config="debugmodel", layers=2)
+    parameters = dict(fake.model.named_parameters())
+    for name, parameter in parameters.items():
+        is_expert = "inner_experts" in name
+        sharded = parameter.placements[-2 if TENSOR in flags else -1]
+        assert sharded.dim == (dim if is_expert else 0), name
+        if name.endswith("inner_experts.w1_EFD"):
+            assert isinstance(sharded, StridedShard) == strided
+
+
 def test_expert_parallelism_never_trains_the_graph_of_all_experts_everywhere():
     alone = fake_rank(DEGREE, "1").capture()
     parallel = fake_rank(*MESHES["ep2"]).capture()

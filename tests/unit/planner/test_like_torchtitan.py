@@ -1,5 +1,6 @@
 """A plan of what torchtitan runs: what is recomputed, and when FSDP2 gathers and reduces."""
 
+import dataclasses
 from collections import Counter
 from functools import cache
 from itertools import pairwise
@@ -9,6 +10,7 @@ import torch
 
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.fsdp_copies import fsdp_copies
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import (
     Role,
     block_of,
@@ -20,8 +22,10 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
-from graph_trainer.planner.plan import make_plan
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.plan import make_plan, outside_seconds, sums_of_norm
 from graph_trainer.titan.config.load import load_config
+from tests.unit.core.simulation.machines import INSTANT
 
 RANKS = 4
 MODELS = {"deepseek_v3": ("debugmodel", 1), "qwen3": ("debugmodel_moe", 0)}
@@ -85,6 +89,22 @@ def test_only_a_compiler_leaves_out_what_backward_does_not_read(backend, recompu
     backward = [n for n in of_shared if is_backward(n)]
     assert len(of_shared) - len(backward) == 3
     assert len(backward) == 2 * 3 + recomputed
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--activation_checkpoint.type", "budget"), "activation_checkpoint.type"),
+        (
+            ("--parallelism.fsdp_reshard_after_forward", "auto"),
+            "parallelism.fsdp_reshard_after_forward",
+        ),
+    ],
+)
+def test_policies_of_a_captured_step_are_refused(flags, key):
+    config = load_config(["--compile.memory_limit_gib", "8", *flags], world_size=RANKS)
+    with pytest.raises(ConfigError, match=f"^{key} is .* leave --like torchtitan out"):
+        make_plan(config, RANKS, load_hardware("h100-sxm"), runtime=TORCHTITAN)
 
 
 LAYERS = 3
@@ -189,3 +209,51 @@ def test_what_is_kept_is_not_gathered_again():
     assert not any(backward for backward, _ in gathers)
     gathers = sides(planned("full", 2, layers=1, fsdp_reshard_after_forward="always"))[Role.UNSHARD]
     assert (True, HEAD) in gathers
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data_parallel_replicate_degree": "2"}])
+def test_sums_of_tensor_parallelism_are_in_no_bucket(mesh):
+    """Each is complete before the gradients of its block are copied into their bucket."""
+    plan = planned("none", 1, layers=2, tensor_parallel_degree="2", **mesh)
+    reductions = [c for c in plan.simulation.collectives if c.role is Role.REDUCE_GRAD]
+    tensor_parallel = [c for c in reductions if c.ranks == (0, 1)]
+    bucketed = [c for c in reductions if c.ranks != (0, 1)]
+    assert {c.kind for c in tensor_parallel} == {"all_reduce"}
+    assert all(len(c.parameters) == 1 for c in tensor_parallel)
+    summed = dict.fromkeys(BLOCKS[:2], 0)
+    place = {node: number for number, node in enumerate(plan.simulation.joint.graph.nodes)}
+    for c in tensor_parallel:
+        (parameter,) = c.parameters
+        (bucket,) = (b for b in bucketed if parameter in b.parameters)
+        (wait,) = c.node.users
+        _, end = computes(plan, (True, block_of(parameter) or parameter.partition(".")[0]))
+        assert end < place[c.node] < place[wait] < place[bucket.node]
+        if block_of(parameter):
+            summed[block_of(parameter)] += 1
+        earlier = [b for b in bucketed if place[b.node] < place[bucket.node]]
+        if earlier:  # the reduction before is complete after the sums
+            assert place[wait] < place[next(iter(earlier[-1].node.users))]
+    assert all(count > 1 for count in summed.values())
+
+
+@pytest.mark.parametrize(
+    ("degree", "mesh", "sizes"),
+    [
+        (1, {}, [4]),
+        (2, {}, [2, 2, 4]),  # experts have a mesh of their own, of two dimensions
+        (1, {"data_parallel_replicate_degree": "2"}, [2]),  # copies have equal norms
+        (1, {"tensor_parallel_degree": "2"}, [2, 2]),
+    ],
+)
+def test_ranks_sum_the_norm_over_each_dimension_that_shards(degree, mesh, sizes):
+    """Each is a message without bytes to speak of, which takes as long as its ranks make it."""
+    plan = planned("none", degree, layers=1, **mesh)
+    joint, hardware = plan.simulation.joint, plan.hardware
+    sums = sums_of_norm(joint, hardware)
+    by_size = dict(zip(sorted(sizes), sorted(sums), strict=True))
+    assert len(by_size) == len(set(sums))
+    state = plan.simulation.memory.by_category[Category.OPTIMIZER_STATE][0]
+    instant = dataclasses.replace(hardware, host=INSTANT, memory_efficiency=1e300)
+    assert outside_seconds(
+        dataclasses.replace(plan.simulation, hardware=instant), state
+    ) == pytest.approx(sum(sums))

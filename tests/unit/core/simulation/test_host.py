@@ -169,3 +169,25 @@ def test_what_the_host_reads():
     assert not reads_on_host(b.call(READ, x, device=cpu, non_blocking=True))
     assert not reads_on_host(b.call(READ, copy, dtype=torch.float64))
     assert not reads_on_host(b.call(READ, x, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("capability", "reads"), [(8.0, True), (9.0, False)])
+def test_the_host_reads_offsets_of_groups_that_are_multiplied_one_by_one(capability, reads):
+    """A100 and H100: PyTorch's kernel for groups is for the latter. The order of two products of
+    groups behind a kernel of a second, which the host does not wait for unless it reads."""
+    b = Builder()
+    x = b.input("x", 1)
+    left = b.input("left", 8, 16, dtype=torch.bfloat16)
+    right = b.input("right", 2, 16, 16, dtype=torch.bfloat16)
+    offsets = b.input("offsets", 2, dtype=torch.int32)
+    busy = b.call(aten.relu.default, x)
+    product = b.call(aten._grouped_mm.default, left, right, offsets)
+    joint = b.joint(b.call(aten.sum.default, product))
+    cost = {n: Cost(CostKind.MEMORY, 0.0, 0, 0) for n in joint.graph.nodes}
+    cost[busy] = Cost(CostKind.MEMORY, 1.0, 0, 0)
+    cost[product] = Cost(CostKind.MATMUL, 1.0, 0, 0)
+    host = dataclasses.replace(INSTANT, read_seconds=0.25)
+    hardware = machine(compute_units=100, compute_capability=capability, host=host)
+    issue = dict.fromkeys((busy, product), 0.25)
+    step = play(joint, [], cost, hardware, host_seconds=issue).step_seconds
+    assert step == pytest.approx(1.25 + 0.5 * reads + 1.0)

@@ -13,6 +13,7 @@ from graph_trainer.core.simulation.hardware import Link
 from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs
 from graph_trainer.core.simulation.timeline import (
     COMPUTE,
+    COPIES_IN,
     describe_ranks,
     play,
     stream_names,
@@ -200,3 +201,25 @@ def test_two_groups_share_a_network_card_and_not_their_latencies():
     apart = {"devices_per_node": 1, "network_bytes_per_second": 16.0, "base_seconds": 0.5}
     hardware = machine(node_latency_seconds=0.0, network_latency_seconds=0.0, **apart)
     assert b.played(hardware=hardware).step_seconds == pytest.approx(0.5 + 1.0 + 1.0)
+
+
+@pytest.mark.parametrize(("kernels", "beside", "alone"), [(4, 4.0, 5.0), (2, 4.0, 4.0)])
+def test_what_a_gather_sends_is_copied_beside_compute(kernels, beside, alone):
+    """A copy of a second and a gather of three, and kernels of a second until the wait for it."""
+    b = Steps()
+    copy = b.compute()
+    gather = b.call(c10d.all_gather_into_tensor.default, copy, 2, "a")
+    for _ in range(kernels):
+        b.compute()
+    b.wait(gather)
+    joint = b.joint(b.call(aten.sum.default, b.x))
+    free, second = Cost(CostKind.FREE, 0.0, 0, 0), Cost(CostKind.MEMORY, 1.0, 0, 0)
+    cost = {n: second if n.target is aten.relu.default else free for n in joint.graph.nodes}
+    joint.groups = GROUPS
+    found = [
+        play(joint, collectives(joint), cost, same_seconds(3.0), copied_beside=of)
+        for of in ({copy: gather}, {})
+    ]
+    assert [timeline.step_seconds for timeline in found] == [beside, alone]
+    assert [timeline.busy.get(COPIES_IN, 0.0) for timeline in found] == [1.0, 0.0]
+    assert found[0].busy[COMPUTE] == kernels
