@@ -384,3 +384,14 @@ def fsspec_reader() -> type[FileSystemReader]:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader
+
+
+def is_composite(op: Any) -> bool:
+    """Return whether an op is made of others on every device, which autograd records in its place.
+
+    So are the few of torch.jit alone, which have no kernel.
+    """
+    name, has_kernel = op.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+    if not torch._C._dispatch_has_kernel(name):
+        return True
+    return bool(has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU"))

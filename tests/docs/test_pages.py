@@ -83,7 +83,8 @@ CHEAP = commands(start_ranks=False)
 BEGUN = [
     command
     for block, command in CHEAP
-    if " plan " in command and block.page != "README.md" and "--module mydecoder" not in command
+    if " calibrate " in command
+    or (" plan " in command and block.page != "README.md" and "--module mydecoder" not in command)
 ]
 
 
@@ -106,8 +107,8 @@ def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path
 @pytest.mark.full
 @pytest.mark.parametrize("command", BEGUN)
 def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, monkeypatch):
+    from graph_trainer.cli import calibrate_command, plan_command
     from graph_trainer.cli import main as cli
-    from graph_trainer.cli import plan_command
     from graph_trainer.planner import changes
 
     class WorkBegins(Exception):
@@ -117,6 +118,7 @@ def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, mo
         raise WorkBegins
 
     monkeypatch.setattr(plan_command, "make_plan", begin)
+    monkeypatch.setattr(calibrate_command, "make_plan", begin)
     monkeypatch.setattr(changes, "plan_each", begin)
     monkeypatch.chdir(workplace(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -163,6 +165,7 @@ def test_every_flag_and_key_in_the_text_is_one(fresh):
     assert flags, "the text names no flag"
     plan = fresh("-m", "graph_trainer", "plan", "--help", folder=ROOT).stdout
     assert "--memory-curve" in plan
+    plan += fresh("-m", "graph_trainer", "calibrate", "--help", folder=ROOT).stdout
     others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "to", "verbose"}
     others.add("dry-run")
     for flag in flags - others - set(re.findall(r"--([a-z-]+)", plan)):

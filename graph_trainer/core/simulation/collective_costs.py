@@ -6,12 +6,13 @@ import functools
 import math
 from collections import Counter
 from typing import NamedTuple
+from typing import Protocol as Protocol_
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import Collective, collective_inputs
+from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.graph.annotations import tensors_of
-from graph_trainer.core.graph.collective_kinds import Ranks
+from graph_trainer.core.graph.collective_kinds import CollectiveKind, Ranks
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kind, is_collective
@@ -29,13 +30,28 @@ class Parts(NamedTuple):
     """That link: the network's if the ranks are on several nodes."""
 
 
-def collective_seconds(collective: Collective, hardware: Hardware) -> float:
+class Sizes(Protocol_):
+    """What the time of a collective depends on; a `Collective` has it."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def row(self) -> CollectiveKind: ...
+    @property
+    def input_bytes(self) -> int: ...
+    @property
+    def output_bytes(self) -> int: ...
+    @property
+    def largest_split_bytes(self) -> int: ...
+
+
+def collective_seconds(collective: Sizes, hardware: Hardware) -> float:
     """Return the seconds from start to end of a collective, the sum of `collective_parts`."""
     parts = collective_parts(collective, hardware)
     return parts.latency_seconds + parts.transfer_seconds
 
 
-def collective_parts(collective: Collective, hardware: Hardware) -> Parts:
+def collective_parts(collective: Sizes, hardware: Hardware) -> Parts:
     """Return latency and transfer of a collective that shares its links with no other.
 
     A library times each of its algorithms and protocols by a latency and a bandwidth, and runs the
@@ -60,7 +76,7 @@ def collective_parts(collective: Collective, hardware: Hardware) -> Parts:
     return min(ways, key=lambda parts: parts.latency_seconds + parts.transfer_seconds)
 
 
-def _ring(c: Collective, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
+def _ring(c: Sizes, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
     """Return the parts of a ring, in which the data pass from rank to rank.
 
     All but one of the ranks forward each part once a round. While a ring spans nodes, hosts post
@@ -81,7 +97,7 @@ def _ring(c: Collective, place: Placement, protocol: Protocol, hardware: Hardwar
     return Parts(latency, moved / bandwidth, link)
 
 
-def _tree(c: Collective, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
+def _tree(c: Sizes, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
     """Return the parts of an all-reduce in a tree of nodes, in which a chain links the ranks of a
     node: up the tree to its root, and down again."""
     assert protocol.tree_latency_seconds is not None and protocol.tree_bandwidth_share is not None
@@ -111,7 +127,7 @@ def _bandwidth(
     return bandwidth if limit is None else min(bandwidth, limit), link
 
 
-def _pairs(c: Collective, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
+def _pairs(c: Sizes, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:
     """Return the parts of an all-to-all, in which each rank sends a message to every other one.
 
     A rank's messages to other nodes pass through its network card alone, those within the node

@@ -99,6 +99,53 @@ class Host:
     """Updating one parameter, a DTensor, by a fused optimizer."""
 
 
+class OpKind(StrEnum):
+    """What an op's time is measured by in a calibrated profile."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+    ROWS = "rows"
+    """Moves rows of a table by index, or sorts: the ops of `kernel_launches`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """A measured efficiency at one size: an entry of a profile's `efficiencies`.
+
+    It takes the place of `matmul_efficiency`, `attention_efficiency` or, for memory and rows, of
+    `memory_efficiency`. Between two sizes it is interpolated in the logarithm of the size; beyond
+    them it is that of the nearest.
+    """
+
+    kind: str
+    """An `OpKind`."""
+    size: float
+    """FLOPs of a matmul or of attention, bytes of the others."""
+    efficiency: float
+    """Above 1 where data stay in caches."""
+    dtype: str | None = None
+    """Of the op's first tensor; None for any."""
+    op: str | None = None
+    """Name of the op's schema, such as "aten::cat", with the order in memory of the operands of a
+    matmul: "aten::mm nt" for rows and columns. None for all ops of the kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Where the measured values of a profile come from: table [calibration]."""
+
+    samples: int
+    """Measured ops, kernels and collectives."""
+    spread: float
+    """Standard deviation of log(measured / predicted) of the samples, weighted by their part of the
+    measured step."""
+    device_name: str
+    date: str
+    torch: str
+    """Version of PyTorch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One device and its network, read from a TOML file such as those of configs/hardware."""
@@ -164,6 +211,10 @@ class Hardware:
     """Part of the device's compute units that a collective occupies while it runs."""
     host: Host
     """What the process of a rank takes to issue work."""
+    efficiencies: tuple[Efficiency, ...] = ()
+    """Measured efficiencies by kind and size; empty for the same efficiency at every size."""
+    calibration: Calibration | None = None
+    """None for a profile that was not measured."""
 
     @property
     def clock(self) -> float:
@@ -194,6 +245,12 @@ class Hardware:
     def host_copy_seconds(self, size: int) -> float:
         """Return the seconds of a copy of some bytes to host memory or back."""
         return size / (self.host_bytes_per_second * self.host_efficiency)
+
+    def scalar_efficiency(self, kind: OpKind) -> float:
+        """Return the efficiency of a kind at sizes that were not measured."""
+        if kind is OpKind.MATMUL:
+            return self.matmul_efficiency
+        return self.attention_efficiency if kind is OpKind.ATTENTION else self.memory_efficiency
 
     @property
     def memory_bytes(self) -> int:
@@ -250,6 +307,9 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
     table["shared_links"] = tuple(map(Link, table["shared_links"]))
     table["host"] = Host(**table["host"])
     table["protocols"] = tuple(Protocol(**entry) for entry in table["protocols"])
+    table["efficiencies"] = tuple(Efficiency(**e) for e in table.get("efficiencies", ()))
+    if "calibration" in table:
+        table["calibration"] = Calibration(**table["calibration"])
     hardware = Hardware(name=path.stem, **table)
     if hardware.power_limit_watts > hardware.power_watts:
         raise ConfigError(
@@ -286,6 +346,7 @@ _MAY_BE_ZERO = {
     "tree_latency_seconds",
     "collective_compute_share",
     "speed_spread",
+    "spread",
     *(field.name for field in fields(Host)),
 }
 
@@ -326,6 +387,16 @@ def _protocols_problems(value: Any) -> Iterator[str]:
         yield "protocols: all have sends_pairs = false, so there is none for an all-to-all"
 
 
+def _efficiencies_problems(value: Any) -> Iterator[str]:
+    """Describe what is wrong with the measured efficiencies of a profile."""
+    if not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
+        yield f"efficiencies = {value!r}: write tables [[efficiencies]], or leave it out"
+        return
+    for number, entry in enumerate(value, 1):
+        for problem in _table_problems(entry, Efficiency):
+            yield f"efficiencies, table {number}: {problem}"
+
+
 def _problems(key: str, value: Any) -> Iterator[str]:
     """Describe what is wrong with the value of a key."""
     setting = f"{key} = {value!r}"
@@ -350,10 +421,23 @@ def _problems(key: str, value: Any) -> Iterator[str]:
         yield from (f"host: {problem}" for problem in _table_problems(value, Host))
     elif key == "protocols":
         yield from _protocols_problems(value)
+    elif key == "efficiencies":
+        yield from _efficiencies_problems(value)
+    elif key == "calibration":
+        if not isinstance(value, dict):
+            yield f"{key}: write a table, or leave it out"
+            return
+        yield from (f"calibration: {problem}" for problem in _table_problems(value, Calibration))
+    elif key == "kind":
+        if value not in list(OpKind):
+            yield f"{setting}: write {', '.join(OpKind)}"
+    elif key == "dtype":
+        if not isinstance(getattr(torch, str(value), None), torch.dtype):
+            yield f"{setting}: not a dtype of torch"
     elif key == "shared_links":
         if not isinstance(value, list) or not {*map(str, value)} <= {*Link}:
             yield f"{setting}: write a list of {', '.join(Link)}, or an empty one"
-    elif key == "name":
+    elif key in ("name", "op", "device_name", "date", "torch"):
         if not isinstance(value, str):
             yield f"{setting}: write a text"
     elif key == "sends_pairs":
@@ -367,5 +451,5 @@ def _problems(key: str, value: Any) -> Iterator[str]:
         yield f"{setting}: leaves nothing to compute with; write a number below 1"
     elif key.endswith(("_efficiency", "bandwidth_share")) and value > 1:
         yield f"{setting}: a part of the peak, between 0 and 1"
-    elif key in ("compute_units", "devices_per_node") and value != int(value):
+    elif key in ("compute_units", "devices_per_node", "samples") and value != int(value):
         yield f"{setting}: not a whole number"

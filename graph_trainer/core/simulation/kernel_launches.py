@@ -377,6 +377,12 @@ _ROW_OPS: dict[str, Callable[[Call], list[Kernels]]] = {
 """Returns the kernels of an op by its name."""
 
 
+def moves_rows(node: fx.Node) -> bool:
+    """Return whether an op moves rows of a table, or sorts."""
+    schema = schema_of(node)
+    return schema is not None and schema.name in _ROW_OPS
+
+
 def row_kernels(node: fx.Node, is_compiled: bool, hardware: Hardware) -> list[Kernels] | None:
     """Return the kernels of an op that moves rows, in order; None for any other op."""
     schema = schema_of(node)

@@ -82,12 +82,20 @@ _OPERANDS = {
 }
 
 
-def product_of(node: fx.Node) -> Product | None:
-    """Return the product that a node computes, None for any other op."""
+def operands_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the two matrices that a node multiplies, none for any other op."""
     schema = schema_of(node)
     if schema is None or schema.name not in _OPERANDS:
+        return ()
+    return tuple(tensors_of(argument(node, name))[0] for name in _OPERANDS[schema.name])
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """Return the product that a node computes, None for any other op."""
+    schema, operands = schema_of(node), operands_of(node)
+    if schema is None or not operands:
         return None
-    a, b = (tensors_of(argument(node, name))[0] for name in _OPERANDS[schema.name])
+    a, b = operands
     (*batch, rows, depth), columns = shape_of(a), shape_of(b)[-1]
     is_grouped = schema.name == "aten::_grouped_mm"
     if not is_grouped or (a.ndim == 3 and b.ndim == 3):

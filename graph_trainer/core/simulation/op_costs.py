@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from math import log
 from typing import NamedTuple, cast
 
 import torch
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from graph_trainer.core.analysis.fusible import free_nodes
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of, value_of
 from graph_trainer.core.graph.content import once_per_node
-from graph_trainer.core.graph.data_sizes import distinct_bytes, nbytes_of, sized
+from graph_trainer.core.graph.data_sizes import distinct_bytes, nbytes_of, sized, stride_of
 from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -26,16 +28,18 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
 )
 from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.hardware import Hardware, OpKind
 from graph_trainer.core.simulation.kernel_launches import (
     Kernels,
     launches_of,
+    moves_rows,
     row_kernels,
     runs_no_kernel,
 )
 from graph_trainer.core.simulation.matmul_costs import (
     Product,
     ProductTime,
+    operands_of,
     product_time,
     products_of,
 )
@@ -113,7 +117,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     product by its tiles, of others at the efficiency of their kind. Each kernel takes at least a
     launch. A fused group is launched once, reads each storage from outside at most once, and writes
     only storages that other nodes read. On a GPU an op that moves rows takes the time of its
-    kernels.
+    kernels. What a calibrated profile measured by size holds for ops that are not fused.
     """
     on_gpu = hardware.device != "cpu"
     is_free = free_nodes(joint.graph)
@@ -125,6 +129,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     # what a fused group has read so far: nodes, and of each storage the bytes
     read_by: dict[int, tuple[set[fx.Node], dict[Storage, int]]] = {}
     speed = hardware.memory_bytes_per_second * hardware.memory_efficiency
+    measured = Curves(hardware)
 
     def traffic_of(node: fx.Node) -> tuple[int, int]:
         """Return the bytes that a node moves, and the kernels that are launched for it."""
@@ -162,27 +167,94 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         if on_gpu and node not in fusion.group:
             kernels = row_kernels(node, fusion.is_compiled(node), hardware)
             if kernels is not None:
-                cost[node] = _cost_of_kernels(kernels, hardware)
+                of_kernels = _cost_of_kernels(kernels, hardware)
+                scale = measured.of_node(node, OpKind.ROWS, of_kernels.bytes)
+                cost[node] = of_kernels._replace(seconds=of_kernels.seconds * scale)
                 continue
         moved, launches = traffic_of(node)
         flops, kind = flops_by_node[node]
         seconds = moved / speed
         product = products[node]
+        if product is None and not flops and node not in fusion.group:
+            measured_as = OpKind.ROWS if moves_rows(node) else OpKind.MEMORY
+            seconds *= measured.of_node(node, measured_as, moved)
         if product is not None:
             if product not in product_times:
                 product_times[product] = product_time(product, hardware)
             by_tiles, launches = product_times[product]
+            by_tiles *= measured.of_node(node, OpKind.MATMUL, flops)
             seconds = max(seconds, by_tiles)
         elif flops:
-            dtype = next((t.dtype for n in inputs_of(node) for t in tensors_of(n)), None)
-            peak = hardware.flops(dtype or torch.float32) * hardware.clock
-            efficiency = hardware.matmul_efficiency
+            peak = hardware.flops(dtype_of(node) or torch.float32) * hardware.clock
+            measured_as, efficiency = OpKind.MATMUL, hardware.matmul_efficiency
             if kind is CostKind.ATTENTION:
-                efficiency = hardware.attention_efficiency
-            seconds = max(seconds, flops / (peak * efficiency))
+                measured_as, efficiency = OpKind.ATTENTION, hardware.attention_efficiency
+            scale = measured.of_node(node, measured_as, flops)
+            seconds = max(seconds, flops / (peak * efficiency) * scale)
         seconds = max(seconds, launches * hardware.launch_seconds)
         cost[node] = Cost(kind, seconds, flops, moved, launches)
     return cost
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype of a node's first input, None for a node without tensors."""
+    return next((t.dtype for n in inputs_of(node) for t in tensors_of(n)), None)
+
+
+class Curves:
+    """The measured efficiencies of a calibrated profile, by kind, op, dtype and size."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        points: dict[tuple[str, str | None, str | None], dict[float, float]] = {}
+        for entry in hardware.efficiencies:
+            curve = points.setdefault((entry.kind, entry.op, entry.dtype), {})
+            curve[log(max(entry.size, 1.0))] = entry.efficiency
+        self._curves = {key: sorted(curve.items()) for key, curve in points.items()}
+
+    def slowdown(self, kind: OpKind, op: str, dtype: str, size: float) -> float:
+        """Return by what to multiply a time at the efficiency of the kind, for that at a size.
+
+        The efficiency is measured for the op, else for ops of its kind and dtype, else for those
+        of its kind; where nothing was measured it is that of the kind, and the result 1.
+        """
+        for key in ((kind, op, dtype), (kind, None, dtype), (kind, None, None)):
+            curve = self._curves.get(key)
+            if curve is not None:
+                return self._hardware.scalar_efficiency(kind) / _interpolated(curve, size)
+        return 1.0
+
+    def of_node(self, node: fx.Node, kind: OpKind, size: float) -> float:
+        """Return `slowdown` of an op of a graph."""
+        if not self._curves:
+            return 1.0
+        dtype = str(dtype_of(node)).removeprefix("torch.")
+        return self.slowdown(kind, measured_name(node), dtype, size)
+
+
+def measured_name(node: fx.Node) -> str:
+    """Return the name of a node's op, with the order in memory of both operands of a matmul: n for
+    rows and t for columns, as in "aten::mm nt"."""
+    schema = schema_of(node)
+    if schema is None:
+        return ""
+    operands = operands_of(node)
+    return f"{schema.name} {orders_of(operands)}" if operands else schema.name
+
+
+def orders_of(operands: Sequence[torch.Tensor]) -> str:
+    """Return "n" for each matrix whose rows are adjacent in memory, and "t" for each other one."""
+    return "".join("n" if stride_of(t)[-1] == 1 else "t" for t in operands)
+
+
+def _interpolated(curve: list[tuple[float, float]], size: float) -> float:
+    """Return the efficiency at a size, linear in the logarithm of the size."""
+    where = log(max(size, 1.0))
+    place = bisect_left(curve, (where, 0.0))
+    if place in (0, len(curve)):
+        return curve[min(place, len(curve) - 1)][1]
+    (low, below), (high, above) = curve[place - 1 : place + 1]
+    return below + (above - below) * (where - low) / (high - low)
 
 
 def _cost_of_kernels(kernels: list[Kernels], hardware: Hardware) -> Cost:

@@ -208,6 +208,8 @@ def play(
                 undelayed = len(exposed)
             events.append(Event(node, COMPUTE, now, seconds))
             now += seconds
+        if hardware.device == "cpu":  # the thread that issues an op runs it, and waits itself
+            host_now = now = max(now, host_now)
         if node in host_seconds and reads_on_host(node):
             host_now = max(host_now, now) + hardware.host.read_seconds
     busy: dict[str, float] = defaultdict(float)

@@ -75,6 +75,12 @@ def test_a_read_takes_the_round_trip_too():
     assert played("r c", 0.5, hardware=hardware).step_seconds == pytest.approx(1.5 + 0.75 + 1.0)
 
 
+def test_the_thread_of_a_cpu_issues_nothing_while_it_computes():
+    played_on_cpu = played("c a c w c", 0.5, hardware=same_seconds(3.0, device="cpu"))
+    # 0.5 + 1, the start of the collective at 2.0, 0.5 + 1, its end at 5.0, 0.5 + 1
+    assert played_on_cpu.step_seconds == pytest.approx(6.5)
+
+
 def test_the_host_is_ahead_of_a_device_with_much_to_do():
     assert played("c c c c", 0.25).host_lead_seconds == pytest.approx(4.25 - 1.0)
 

@@ -1,0 +1,383 @@
+"""Fit a hardware profile to measured times of ops, launches, collectives and the host."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from graph_trainer.core.graph.collective_kinds import CollectiveKind, kind_named
+from graph_trainer.core.simulation.collective_costs import collective_parts, collective_seconds
+from graph_trainer.core.simulation.hardware import (
+    Calibration,
+    Efficiency,
+    Hardware,
+    Link,
+    OpKind,
+    Protocol,
+)
+from graph_trainer.core.simulation.op_costs import Curves
+from graph_trainer.errors import ConfigError
+
+_MOST_POINTS = 12
+"""Points of a curve in a profile: two for each factor of ten over six orders of magnitude."""
+_OWN_CURVE = 0.005
+"""The part of the measured time of all ops from which an op has a curve of its own."""
+_PRIOR = 1e-3
+"""Weight of the base profile's latencies and bandwidths against one sample: only what samples leave
+undecided, such as the latency of a step where all groups have one size, stays near the base."""
+_LEAST_BANDWIDTH_TIME = 1e-3
+"""A fit that explains all samples by latency leaves this part of a transfer's time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSample:
+    """The measured time of an op at one size."""
+
+    kind: OpKind
+    op: str
+    """As `op_costs.measured_name`."""
+    dtype: str
+    """Of its first tensor, without "torch."."""
+    size: float
+    """FLOPs of a matmul or of attention, bytes of other ops."""
+    model_seconds: float
+    """Predicted with the base profile's efficiency of the kind, without launches. That of a matmul
+    or of attention is without its bytes."""
+    seconds: float
+    bytes: int = 0
+    """Bytes that a matmul or attention moves."""
+    launches: int = 1
+    count: int = 1
+    """How often a step runs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """The measured time of a collective."""
+
+    kind: str
+    """As `Collective.kind`."""
+    ranks: tuple[int, ...]
+    input_bytes: int
+    output_bytes: int
+    seconds: float
+    largest_split_bytes: int = 0
+    count: int = 1
+
+    @property
+    def row(self) -> CollectiveKind:
+        """The row of `collective_kinds` for its kind."""
+        return kind_named(self.kind)
+
+
+class OverlapSample(NamedTuple):
+    """A kernel and a collective, measured one after the other and at once, in seconds."""
+
+    compute: float
+    collective: float
+    together: float
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was measured of a machine. Anything may be empty."""
+
+    ops: list[OpSample] = field(default_factory=list)
+    collectives: list[CollectiveSample] = field(default_factory=list)
+    launches: list[float] = field(default_factory=list)
+    """Seconds of kernels that do almost nothing."""
+    overlaps: list[OverlapSample] = field(default_factory=list)
+    host: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds by field of `Host`."""
+
+    def __len__(self) -> int:
+        measured = len(self.ops) + len(self.collectives) + len(self.launches) + len(self.overlaps)
+        return measured + sum(len(values) for values in self.host.values())
+
+
+class Figure(NamedTuple):
+    """A value of the profile, before and after."""
+
+    key: str
+    samples: int
+    before: float
+    after: float
+    spread_before: float | None
+    """Standard deviation of log(measured / predicted) by the base; None of what is no model."""
+    spread: float
+
+
+class Calibrated(NamedTuple):
+    """A profile with measured values."""
+
+    hardware: Hardware
+    figures: list[Figure]
+    """In the order of the profile's keys."""
+
+
+def calibrated(
+    base: Hardware, samples: Samples, *, device_name: str, date: str, name: str = "measured"
+) -> Calibrated:
+    """Replace the values of a profile that samples determine. n log n in samples.
+
+    Args:
+        base: the profile with which the samples' `model_seconds` were predicted.
+        device_name: of the measured device, with its number of cores for a CPU.
+        date: of the measurement.
+
+    Raises:
+        ConfigError: no sample took any time, or a matmul exceeded the peak of a GPU's profile.
+    """
+    ops = [s for s in samples.ops if s.seconds > 0 and s.model_seconds > 0]
+    issued = [s for s in samples.collectives if s.seconds > 0 and len(s.ranks) > 1]
+    if not ops and not issued:
+        raise ConfigError("calibration: no op and no collective of more than one rank was measured")
+    hardware, figures = replace(base, name=name), list[Figure]()
+    if samples.launches:
+        value = statistics.median(samples.launches)
+        figures.append(_of_values("launch_seconds", base.launch_seconds, samples.launches))
+        hardware = replace(hardware, launch_seconds=value)
+    hardware = _with_efficiencies(base, hardware, ops)
+    predicted = _predicted_by_id(ops, base, hardware)
+    before = _predicted_by_id(ops, base, base)
+    for kind in OpKind:
+        of_kind = [s for s in ops if s.kind is kind]
+        if of_kind:
+            old, new = base.scalar_efficiency(kind), hardware.scalar_efficiency(kind)
+            if kind is OpKind.ROWS:
+                new = old * _total(of_kind, "model_seconds") / _total(of_kind, "seconds")
+            spreads = (_spread((s, p[id(s)]) for s in of_kind) for p in (before, predicted))
+            figures.append(Figure(f"{kind}_efficiency", len(of_kind), old, new, *spreads))
+    if issued:
+        fitted = _with_links(hardware, issued)
+        figures += _link_figures(hardware, fitted, issued)
+        hardware = fitted
+    if samples.overlaps:
+        shares = [(s.together - s.compute) / s.collective for s in samples.overlaps]
+        shares = [min(max(share, 0.0), 0.95) for share in shares]
+        old = base.collective_compute_share
+        figures.append(_of_values("collective_compute_share", old, shares))
+        hardware = replace(hardware, collective_compute_share=statistics.median(shares))
+    of_host = {key: values for key, values in samples.host.items() if values}
+    for key, values in of_host.items():
+        figures.append(_of_values(f"host.{key}", getattr(base.host, key), values))
+    medians: dict[str, Any] = {key: statistics.median(v) for key, v in of_host.items()}
+    hardware = replace(hardware, host=replace(base.host, **medians))
+    pairs: list[tuple[OpSample | CollectiveSample, float]] = []
+    pairs += [(s, predicted[id(s)]) for s in ops]
+    pairs += [(s, collective_seconds(s, hardware)) for s in issued]
+    record = Calibration(
+        samples=len(ops) + len(issued),
+        spread=round(_spread(pairs), 4),
+        device_name=device_name,
+        date=date,
+        torch=torch.__version__,
+    )
+    return Calibrated(replace(hardware, calibration=record), figures)
+
+
+def _predicted_by_id(
+    ops: Iterable[OpSample], base: Hardware, hardware: Hardware
+) -> dict[int, float]:
+    """Return the times that a profile predicts of ops, as `costs` does.
+
+    Args:
+        base: the profile of the samples' `model_seconds`.
+    """
+    curves = Curves(hardware)
+    speed = hardware.memory_bytes_per_second * hardware.memory_efficiency
+    predicted = {}
+    for sample in ops:
+        seconds = sample.model_seconds * base.scalar_efficiency(sample.kind)
+        seconds /= hardware.scalar_efficiency(sample.kind)
+        seconds *= curves.slowdown(sample.kind, sample.op, sample.dtype, sample.size)
+        least = sample.launches * hardware.launch_seconds
+        predicted[id(sample)] = max(seconds, sample.bytes / speed, least)
+    return predicted
+
+
+def _total(samples: Iterable[OpSample], of: str) -> float:
+    return sum(sample.count * float(getattr(sample, of)) for sample in samples)
+
+
+def _spread(pairs: Iterable[tuple[OpSample | CollectiveSample, float]]) -> float:
+    """Return the root of the mean square of log(measured / predicted), weighted by the samples'
+    part of the measured step. It contains what is wrong with the mean, too."""
+    weights = squares = 0.0
+    for sample, predicted in pairs:
+        weight = sample.count * sample.seconds
+        weights += weight
+        squares += weight * math.log(sample.seconds / predicted) ** 2
+    return math.sqrt(squares / weights) if weights else 0.0
+
+
+def _of_values(key: str, before: float, values: Sequence[float]) -> Figure:
+    """Return the figure of a value that is measured as such: the median."""
+    middle = statistics.median(values)
+    deviations = [math.log(v / middle) ** 2 for v in values if v > 0 and middle > 0]
+    spread = math.sqrt(statistics.fmean(deviations)) if deviations else 0.0
+    return Figure(key, len(values), before, middle, None, spread)
+
+
+def _with_efficiencies(base: Hardware, hardware: Hardware, ops: list[OpSample]) -> Hardware:
+    """Return the profile with the efficiencies of all kinds: the scalar one is that of all the time
+    of the kind in a step, the curves are by size."""
+    scalars: dict[str, float] = {}
+    for kind in (OpKind.MATMUL, OpKind.ATTENTION, OpKind.MEMORY):
+        of_kind = [s for s in ops if s.kind is kind]
+        if of_kind:
+            mean = _total(of_kind, "model_seconds") / _total(of_kind, "seconds")
+            scalars[f"{kind}_efficiency"] = min(1.0, base.scalar_efficiency(kind) * mean)
+    groups: dict[tuple[OpKind, str | None, str | None], list[OpSample]] = defaultdict(list)
+    by_op: dict[tuple[OpKind, str | None, str | None], list[OpSample]] = defaultdict(list)
+    for s in ops:
+        if s.kind in (OpKind.MATMUL, OpKind.ATTENTION):
+            groups[s.kind, None, s.dtype].append(s)
+        else:
+            groups[s.kind, None, None].append(s)
+        by_op[s.kind, s.op, s.dtype].append(s)
+    total = _total(ops, "seconds")
+    for key, of_op in by_op.items():
+        if _total(of_op, "seconds") >= _OWN_CURVE * total:
+            groups[key] = of_op
+    entries = []
+    for (kind, op, dtype), group in groups.items():
+        for size, efficiency in _curve(group, base.scalar_efficiency(kind)):
+            if kind is OpKind.MATMUL and efficiency > 1.1 and base.device != "cpu":
+                raise ConfigError(
+                    f"calibration: a matmul of {size:.3g} FLOPs in {dtype} reaches "
+                    f"{efficiency:.2f} times the peak of {base.name}: name the profile of the "
+                    "measured device with --base"
+                )
+            entry = Efficiency(kind=kind, op=op, dtype=dtype, size=size, efficiency=efficiency)
+            entries.append(entry)
+    kept = [e for e in base.efficiencies if (OpKind(e.kind), e.op, e.dtype) not in groups]
+    return replace(hardware, efficiencies=(*kept, *entries), **scalars)  # type: ignore[arg-type]
+
+
+def _curve(samples: list[OpSample], scalar: float) -> list[tuple[float, float]]:
+    """Return efficiencies by ascending size.
+
+    Larger products use a device better, so that the efficiency of matmuls and attention grows with
+    their size. That of ops bound by memory falls where the data leave a cache, but their time
+    grows. Both are isotonic regressions of logarithms, weighted by the time in a step.
+    """
+    from scipy.optimize import isotonic_regression
+
+    by_size: dict[float, list[OpSample]] = defaultdict(list)
+    for sample in samples:
+        by_size[sample.size].append(sample)
+    sizes = sorted(by_size)
+    weights, models, measured = [], [], []
+    for size in sizes:
+        group = by_size[size]
+        of_group = [s.count * s.seconds for s in group]
+        weights.append(sum(of_group))
+        logs = [(math.log(s.model_seconds), math.log(s.seconds)) for s in group]
+        pairs = list(zip(of_group, logs, strict=True))
+        models.append(sum(weight * log for weight, (log, _) in pairs) / weights[-1])
+        measured.append(sum(weight * log for weight, (_, log) in pairs) / weights[-1])
+    if samples[0].kind in (OpKind.MATMUL, OpKind.ATTENTION):
+        ratios = [model - time for model, time in zip(models, measured, strict=True)]
+        fitted = isotonic_regression(ratios, weights=weights).x
+    else:
+        times = isotonic_regression(measured, weights=weights).x
+        fitted = [model - time for model, time in zip(models, times, strict=True)]
+    places = range(len(sizes))
+    if len(sizes) > _MOST_POINTS:
+        step = (len(sizes) - 1) / (_MOST_POINTS - 1)
+        places = sorted({round(place * step) for place in range(_MOST_POINTS)})  # type: ignore[assignment]
+    return [(sizes[place], scalar * math.exp(fitted[place])) for place in places]
+
+
+def _with_links(hardware: Hardware, issued: list[CollectiveSample]) -> Hardware:
+    """Return the profile with other latencies and bandwidths of collectives.
+
+    All protocols keep their proportions: one factor is that of the shortest time of a collective,
+    one that of a step's latency, and one the time of a byte on each link. They are the least
+    squares of relative errors that are not negative. The fastest protocol of a size depends on the
+    factors, so the fit repeats.
+    """
+    import numpy
+    from scipy.optimize import nnls
+
+    links = (Link.NODE, Link.NETWORK)
+    for _ in range(4):
+        rows, targets = [], []
+        for sample in issued:
+            protocol, latency, transfer, link = _fastest(sample, hardware)
+            row = [protocol.base_seconds, latency - protocol.base_seconds]
+            row += [transfer if link is other else 0.0 for other in links]
+            weight = math.sqrt(sample.count) / sample.seconds
+            rows.append([weight * part for part in row])
+            targets.append(weight * sample.seconds)
+        prior = _PRIOR * math.sqrt(sum(s.count for s in issued) / len(issued))
+        matrix = numpy.vstack([numpy.array(rows), prior * numpy.eye(4)])
+        factors = nnls(matrix, numpy.array([*targets, *[prior] * 4]))[0]
+        base, step, node, network = map(float, factors)
+        hardware = replace(
+            _with_bandwidth(_with_bandwidth(hardware, "node", node), "network", network),
+            protocols=tuple(_scaled(p, base, step) for p in hardware.protocols),
+        )
+    return hardware
+
+
+def _fastest(sample: CollectiveSample, hardware: Hardware) -> tuple[Protocol, float, float, Link]:
+    """Return the fastest protocol of a collective, with latency, transfer and link."""
+    usable = [p for p in hardware.protocols if p.sends_pairs or not sample.row.pairwise]
+    ways = []
+    for protocol in usable:
+        parts = collective_parts(sample, replace(hardware, protocols=(protocol,)))
+        ways.append((protocol, *parts))
+    return min(ways, key=lambda way: way[1] + way[2])
+
+
+def _scaled(protocol: Protocol, base: float, step: float) -> Protocol:
+    tree = protocol.tree_latency_seconds
+    return replace(
+        protocol,
+        base_seconds=protocol.base_seconds * base,
+        node_latency_seconds=protocol.node_latency_seconds * step,
+        network_latency_seconds=protocol.network_latency_seconds * step,
+        post_seconds=protocol.post_seconds * step,
+        tree_latency_seconds=None if tree is None else tree * step,
+    )
+
+
+def _with_bandwidth(hardware: Hardware, link: str, factor: float) -> Hardware:
+    """Return the profile with a link on which a byte takes `factor` times as long.
+
+    A bandwidth from a datasheet is the most that a link reaches; that of a CPU's profile is an
+    estimate, and grows.
+    """
+    key, speed_key = f"{link}_efficiency", f"{link}_bytes_per_second"
+    efficiency = getattr(hardware, key) / max(factor, _LEAST_BANDWIDTH_TIME)
+    changes: dict[str, Any] = {key: min(1.0, efficiency)}
+    if efficiency > 1 and hardware.device == "cpu":
+        changes[speed_key] = getattr(hardware, speed_key) * efficiency
+    return replace(hardware, **changes)
+
+
+def _link_figures(
+    before: Hardware, after: Hardware, issued: list[CollectiveSample]
+) -> list[Figure]:
+    spreads = [_spread((s, collective_seconds(s, h)) for s in issued) for h in (before, after)]
+    figures = []
+    for key in ("node_bytes_per_second", "node_efficiency"):
+        figures.append((key, getattr(before, key), getattr(after, key)))
+    for key in ("network_bytes_per_second", "network_efficiency"):
+        figures.append((key, getattr(before, key), getattr(after, key)))
+    for old, new in zip(before.protocols, after.protocols, strict=True):
+        for key in ("base_seconds", "node_latency_seconds", "network_latency_seconds"):
+            figures.append((f"{new.name}.{key}", getattr(old, key), getattr(new, key)))
+    return [
+        Figure(key, len(issued), old, new, *spreads)
+        for key, old, new in figures
+        if not math.isclose(old, new)
+    ]
