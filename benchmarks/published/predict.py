@@ -32,14 +32,20 @@ class Prediction:
 
 def predict(run: Setup) -> Prediction:
     """Predict a run; the plan of a run is made once in a process."""
-    return _predicted(run.flags, run.ranks, run.hardware, tuple(run.changes.items()))
+    changes = tuple(run.changes.items())
+    return _predicted(run.flags, run.ranks, run.hardware, changes, run.fuses_norms)
 
 
 @cache
 def _predicted(
-    flags: tuple[str, ...], ranks: int, profile: str, changes: tuple[tuple[str, float], ...]
+    flags: tuple[str, ...],
+    ranks: int,
+    profile: str,
+    changes: tuple[tuple[str, float], ...],
+    fuses_norms: bool,
 ) -> Prediction:
-    plan = plan_of_run(flags, ranks, replace(load_hardware(profile), **dict(changes)))
+    hardware = replace(load_hardware(profile), **dict(changes))
+    plan = plan_of_run(flags, ranks, hardware, fuses_norms)
     return Prediction(
         tokens_per_second=plan.tokens_per_second_per_gpu,
         memory_gib=plan.need.allocated / GIB,
@@ -49,19 +55,21 @@ def _predicted(
     )
 
 
-def plan_of_run(flags: tuple[str, ...], ranks: int, hardware: Hardware) -> Plan:
+def plan_of_run(
+    flags: tuple[str, ...], ranks: int, hardware: Hardware, fuses_norms: bool = True
+) -> Plan:
     """Plan a run as torchtitan runs it, eager or compiled by itself.
 
     The graph that torchtitan runs does not depend on the speed of a GPU, so the same run on other
     GPUs is simulated again and not made again.
     """
-    plan = _plan_on_any_gpu(flags, ranks)
+    plan = _plan_on_any_gpu(flags, ranks, fuses_norms)
     joint, other, dispatch = (
         plan.simulation.joint,
         plan.simulation.other,
         plan.simulation.dispatch,
     )
-    simulation = simulate(joint, hardware, other, TORCHTITAN, dispatch)
+    simulation = simulate(joint, hardware, other, plan.simulation.runtime, dispatch)
     return replace(
         plan,
         hardware=hardware,
@@ -72,10 +80,11 @@ def plan_of_run(flags: tuple[str, ...], ranks: int, hardware: Hardware) -> Plan:
 
 
 @lru_cache(maxsize=1)
-def _plan_on_any_gpu(flags: tuple[str, ...], ranks: int) -> Plan:
+def _plan_on_any_gpu(flags: tuple[str, ...], ranks: int, fuses_norms: bool) -> Plan:
     config, hardware = load_config(list(flags), world_size=ranks), load_hardware("h100-sxm")
+    runtime = replace(TORCHTITAN, fuses_norms=fuses_norms)
     return make_plan(
-        config, ranks, hardware, runtime=TORCHTITAN, every_pass=False, captures=_captures()
+        config, ranks, hardware, runtime=runtime, every_pass=False, captures=_captures()
     )
 
 

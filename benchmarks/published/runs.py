@@ -36,6 +36,10 @@ class Setup:
     flags: tuple[str, ...]
     changes: Mapping[str, float] = field(default_factory=dict)
     """Fields of the profile that the source has other values of."""
+    fuses_norms: bool = True
+    """Whether one kernel computes an RMSNorm: PyTorch's from 2.9 on, Inductor's, or torchtitan's
+    of 2024, which its configs of Llama 2 chose (norm_type = "fused_rmsnorm") and those of Llama 3
+    did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,7 @@ RUNS = (
         hardware="h100-grand-teton",
         ranks=8,
         flags=_8b(2, "eager"),
+        fuses_norms=False,
         tokens_per_second=5762,
         memory_gib=82.4,
         then=(1.11, 0.97),
@@ -161,6 +166,7 @@ RUNS = (
         hardware="h100-grand-teton",
         ranks=128,
         flags=_8b(2, "eager"),
+        fuses_norms=False,
         tokens_per_second=5605,
         memory_gib=67.0,
         then=(1.14, 1.00),
@@ -190,6 +196,7 @@ RUNS = (
         hardware="a100-80g",
         ranks=64,
         flags=_8b(1, "eager"),
+        fuses_norms=False,
         tokens_per_second=2973,
         then=(1.08, None),
     ),
@@ -199,6 +206,7 @@ RUNS = (
         hardware="a100-80g",
         ranks=64,
         flags=_70b(1, 1, "eager"),
+        fuses_norms=False,
         tokens_per_second=331,
         then=(1.11, None),
     ),
@@ -365,6 +373,7 @@ RUNS = (
         hardware="h100-grand-teton",
         ranks=128,
         flags=_405B,
+        fuses_norms=False,
         tokens_per_second=109,
         kept_back=True,
     ),

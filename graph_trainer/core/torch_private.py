@@ -19,6 +19,9 @@ import torch
 # although DTensor's documented redistribution runs on it.
 import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401
 
+# The module of make_fx, a decision of which `traced_as_one_op` replaces.
+import torch.fx.experimental.proxy_tensor as _proxy_tensor
+
 # Flattens and rebuilds nested arguments; torch's pytree is private by name only.
 import torch.utils._pytree as pytree  # noqa: F401
 from torch import fx, nn
@@ -88,6 +91,27 @@ current_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 autograd_sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """Returns the number that an autograd node got when forward made it."""
+
+
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C._AutoDispatchBelowAutograd
+)
+"""Inside, ops are not recorded for backward, nor decomposed because autograd has no formula."""
+
+
+@contextlib.contextmanager
+def traced_as_one_op(op: torch._ops.OpOverload) -> Iterator[None]:
+    """Inside, make_fx records an op as it is on devices with a kernel, not decomposed as on meta.
+
+    make_fx asks this function whether autograd has decomposed an op before. torch 2.13.
+    """
+    original = _proxy_tensor.autograd_would_have_decomposed
+
+    def decomposed(func: Any, arguments: Any) -> bool:
+        return func is not op and original(func, arguments)
+
+    with patch.object(_proxy_tensor, "autograd_would_have_decomposed", decomposed):
+        yield
 
 
 @contextlib.contextmanager

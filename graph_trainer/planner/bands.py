@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from importlib import resources
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from graph_trainer.core.runtime.backends.registry import find_backend
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.hardware import Calibration, Hardware
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.routing import mixtures_of
 
@@ -77,10 +78,13 @@ def kind_of(config: GraphTrainerConfig) -> Kind:
 
 
 def band_of(config: GraphTrainerConfig, hardware: Hardware) -> Band | None:
-    """Return the band of a run's throughput; None on a CPU, on which no run was published.
+    """Return the band of a run's throughput: of a calibrated profile by the spread of its samples,
+    of others by published runs. None on a CPU, on which no run was published.
 
     This is the one place that chooses what a band is made of.
     """
+    if hardware.calibration is not None:
+        return calibrated_band(hardware.calibration)
     if hardware.device == "cpu":
         return None
     return published_band(kind_of(config), published_errors())
@@ -104,6 +108,17 @@ def published_band(
         alike = [error.ratio for error in errors]
         source = f"{CONFIDENCE:.0%} of all published runs, as few are like this one, {kind}"
     return prediction_interval(alike, source)
+
+
+def calibrated_band(calibration: Calibration) -> Band:
+    """Make the band of a run on a calibrated profile: errors of samples are taken as normal.
+
+    What a step adds to its ops and collectives is in no sample, so the band is too narrow rather
+    than too wide.
+    """
+    half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * calibration.spread
+    source = f"{CONFIDENCE:.0%} of the measured ops and collectives of {calibration.device_name}"
+    return Band(math.exp(-half), math.exp(half), source, calibration.samples)
 
 
 def prediction_interval(ratios: Sequence[float], source: str) -> Band | None:

@@ -25,16 +25,25 @@ class Captures:
         self._most = most
         self._joints: OrderedDict[tuple[object, ...], JointGraph] = OrderedDict()
 
-    def of(self, run: FakeRank, on_progress: OnProgress = lambda line: None) -> JointGraph:
+    def of(
+        self,
+        run: FakeRank,
+        on_progress: OnProgress = lambda line: None,
+        *,
+        fuses_norms: bool = True,
+    ) -> JointGraph:
         """Return a copy of the step that `run` captures, which the caller may change.
+
+        Args:
+            fuses_norms: as of `FakeRank.capture`.
 
         Raises:
             CaptureError: the step cannot be captured.
         """
-        key = (what_is_captured(run.config), run.world_size, run.rank, run.device)
+        key = (what_is_captured(run.config), run.world_size, run.rank, run.device, fuses_norms)
         if key not in self._joints:
             on_progress("capturing the train step")
-            self._joints[key] = run.capture()
+            self._joints[key] = run.capture(fuses_norms=fuses_norms)
         joint = self._joints[key]
         first, *others = self._joints
         if key != first:

@@ -18,6 +18,7 @@ from graph_trainer.core.capture.tracing.trace import Step
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.torch_private import below_autograd, traced_as_one_op
 from graph_trainer.core.torch_private_groups import become
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.model_flops import flops_per_token
@@ -90,8 +91,11 @@ class FakeRank:
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (inputs.pop("input"), labels, valid_tokens), inputs
 
-    def capture(self) -> JointGraph:
+    def capture(self, *, fuses_norms: bool = True) -> JointGraph:
         """Capture the joint graph that training captures on this rank.
+
+        Args:
+            fuses_norms: whether PyTorch has a kernel for an RMSNorm, as from 2.9 on.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -103,6 +107,8 @@ class FakeRank:
             stack.enter_context(dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)())
             if self.device != "cpu":
                 stack.enter_context(flash_attention_as_on_gpu())
+                if fuses_norms:
+                    stack.enter_context(rms_norm_as_on_gpu())
                 stack.enter_context(autocast_as_on_gpu())
                 stack.enter_context(host_copies_saved_as_on_gpu())
             return capture_step(step, self.config.compile.full_capture or None)
@@ -150,6 +156,60 @@ def host_copies_saved_as_on_gpu() -> Iterator[None]:
 
     with patch.object(activation_checkpoint, "create_selective_checkpoint_contexts", contexts):
         yield
+
+
+@contextlib.contextmanager
+def rms_norm_as_on_gpu() -> Iterator[None]:
+    """While entered: `F.rms_norm` is a GPU's kernel, which saves its input and one number a row.
+
+    torch on meta decomposes the op, and a graph would keep every value on the way.
+    """
+    original = F.rms_norm
+
+    def rms_norm(
+        input: torch.Tensor,
+        normalized_shape: list[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        if weight is not None and weight.dtype is not input.dtype:  # the kernel takes one dtype
+            return original(input, normalized_shape, weight, eps)
+        output: torch.Tensor = _FusedRMSNorm.apply(input, list(normalized_shape), weight, eps)
+        return output
+
+    with (
+        patch.object(F, "rms_norm", rms_norm),
+        traced_as_one_op(torch.ops.aten._fused_rms_norm.default),
+    ):
+        yield
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """torch's op with its derivative, which autograd has for devices with a kernel only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        shape: list[int],
+        weight: torch.Tensor | None,
+        eps: float | None,
+    ) -> torch.Tensor:
+        with below_autograd():
+            output, rstd = torch.ops.aten._fused_rms_norm.default(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.shape = shape
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with below_autograd():
+            of_input, of_weight = torch.ops.aten._fused_rms_norm_backward.default(
+                gradients[0], input, ctx.shape, rstd, weight, wanted
+            )
+        return of_input, None, of_weight, None
 
 
 @contextlib.contextmanager

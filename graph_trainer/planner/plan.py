@@ -290,7 +290,7 @@ def make_plan(
         traced = config_of_torchtitan(config)
     run = FakeRank(traced, world_size, rank, hardware.device)
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
-    joint = captures.of(run, on_progress)
+    joint = captures.of(run, on_progress, fuses_norms=runtime.fuses_norms)
     mark_saved(joint)
     passes = run.pass_config(
         hardware=hardware,

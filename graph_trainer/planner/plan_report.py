@@ -225,9 +225,8 @@ def how_sure(band: Band | None) -> str:
     if band is None:
         return "Times have no range: no run on a CPU was published to compare plans with."
     return (
-        f"Ranges contain {band.source} ({band.runs} of torchtitan's and others): they take "
-        f"{1 / band.high:.2f} to {1 / band.low:.2f} times as long as planned. So may all other "
-        "times."
+        f"Ranges contain {band.source} (of {band.runs}): they take {1 / band.high:.2f} to "
+        f"{1 / band.low:.2f} times as long as planned. So may all other times."
     )
 
 

@@ -23,6 +23,7 @@ from graph_trainer.core.graph.ops import (
 _FUSIBLE = {
     # reductions
     *("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::var"),
+    "aten::_fused_rms_norm",  # not its backward, which also sums over rows
     *("aten::_softmax", "aten::_softmax_backward_data"),
     *("aten::_log_softmax", "aten::_log_softmax_backward_data"),
     *("aten::nll_loss_forward", "aten::nll_loss_backward", "aten::gather"),

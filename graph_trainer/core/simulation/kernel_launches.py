@@ -105,6 +105,7 @@ _LAUNCHES: dict[str, int] = {
     # gradient, gradients of keys and values, the cast of the gradient of queries
     "aten::_scaled_dot_product_flash_attention_backward": 3,
     "aten::_scaled_dot_product_cudnn_attention_backward": 3,  # as flash attention: estimate
+    "aten::_fused_rms_norm_backward": 2,  # cuda/layer_norm_kernel.cu: input; weight
     "aten::histc": 2,  # cuda/SummaryOps.cu: zeros, histogram
     "aten::bincount": 6,  # cuda/SummaryOps.cu: as histc, and least and greatest with a copy each
     "aten::nonzero": 6,  # cuda/Nonzero.cu: count (2) and its copy, selection (2), coordinates

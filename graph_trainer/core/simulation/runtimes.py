@@ -57,8 +57,8 @@ class Runtime:
     fuses_copies: bool
     """Whether one kernel copies all tensors into a bucket, and another all of them out of it."""
     fuses_norms: bool
-    """Whether one kernel computes an RMSNorm that is not compiled, and one or two its backward, as
-    from PyTorch 2.9 on; earlier ones run a kernel for each op of it."""
+    """Whether PyTorch has a kernel for an RMSNorm, as from 2.9 on; earlier ones run a kernel for
+    each op of it (aten::_fused_rms_norm, aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
 
     def fusion(self, joint: JointGraph, compiles: bool, in_regions: bool = False) -> Fusion:
         """Return the groups of nodes that become one kernel.
@@ -72,8 +72,6 @@ class Runtime:
         if compiles:
             by_region = in_regions and self.runs_backend
             fusion = fuse_in_regions(joint) if by_region else fuse(joint, self.compiled)
-        elif self.fuses_norms:
-            fusion = fuse(joint, rms_norms(joint).__contains__)
         return with_fused_copies(joint, fusion) if self.fuses_copies else fusion
 
     def kept_until(self, joint: JointGraph) -> dict[Storage, int]:
@@ -103,7 +101,7 @@ GRAPH_TRAINER = Runtime(
     has_hooks=False,
     compiles_blocks=False,
     fuses_copies=False,
-    fuses_norms=False,
+    fuses_norms=True,
 )
 """The joint graph as one program."""
 
@@ -121,26 +119,11 @@ TORCHTITAN = Runtime(
 )
 """torchtitan's train loop: FSDP2 allocates what collectives return on separate streams, and copies
 all parameters of a block by one kernel (torch.ops.fsdp.split_with_sizes_copy, chunk_cat);
-torch.nn.RMSNorm is one kernel on a GPU (aten._fused_rms_norm, PyTorch's
-aten/src/ATen/native/cuda/layer_norm_kernel.cu, from 2.9 on), which a capture on meta decomposes;
 torch.compile compiles each block alone and not the loss; autograd and selective checkpointing keep
 saved tensors even if backward does not read them."""
 
 RUNTIMES = {runtime.name: runtime for runtime in (GRAPH_TRAINER, TORCHTITAN)}
 """All runtimes by name."""
-
-
-def rms_norms(joint: JointGraph) -> set[fx.Node]:
-    """Return the nodes of each torch.nn.RMSNorm, without those of FSDP. Linear in nodes.
-
-    PyTorch's decomposition is known by the addition in place of which it takes the root.
-    """
-    modules: set[str] = set()
-    for node in joint.graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-        module = module_of(node)
-        if module is not None and node.all_input_nodes[0].target is aten.add_.Scalar:
-            modules.add(module)
-    return {node for node in joint.graph.nodes if module_of(node) in modules and not role_of(node)}
 
 
 def mark_saved(joint: JointGraph) -> None:

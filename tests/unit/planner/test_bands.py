@@ -14,7 +14,7 @@ from scipy import stats
 
 from benchmarks.published.runs import RUNS
 from benchmarks.published.tables import judged
-from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.hardware import Calibration, load_hardware
 from graph_trainer.planner.bands import (
     Band,
     Kind,
@@ -157,6 +157,20 @@ def test_a_plan_for_a_cpu_says_that_it_has_no_range(full):
     row = asdict(outcome_of({"training.seq_len": "32"}, full))
     assert row["step_seconds_range"] is None
     assert "No ranges" in comparison_table([row], full.hardware.memory_bytes).caption
+
+
+def test_a_calibrated_profile_makes_the_band_of_its_spread(full):
+    """Nine in ten of what is normally distributed, on a CPU too."""
+    calibration = Calibration(
+        samples=7, spread=0.1, device_name="EPYC", date="2026-11-28", torch="2.13"
+    )
+    band = band_of(full.config, replace(full.hardware, calibration=calibration))
+    inside = stats.norm.cdf([math.log(band.low), math.log(band.high)], scale=0.1)
+    assert inside == pytest.approx([0.05, 0.95])
+    assert band.runs == 7 and "EPYC" in band.source
+    assert plan_report(replace(full, hardware=replace(full.hardware, calibration=calibration)))[
+        "band"
+    ]["low"] == pytest.approx(band.low)
 
 
 def test_ends_of_a_range_keep_their_order():

@@ -103,46 +103,6 @@ def test_what_a_gpu_needs_is_no_less_than_what_is_alive(runtime):
     assert on_cpu.need().total == on_cpu.memory.peak_bytes
 
 
-def norm_of(add):
-    """A root mean square norm in module "norm", as captured on meta, and its nodes."""
-    builder = Builder()
-    where = {"module": "norm"}
-    x, w = builder.input("x", 64, 128, dtype=torch.bfloat16), builder.parameter("norm.w", 128)
-    wide = builder.call(aten._to_copy.default, x, dtype=torch.float32, **where)
-    mean = builder.call(
-        aten.mean.dim, builder.call(aten.pow.Tensor_Scalar, wide, 2, **where), [1], True, **where
-    )
-    root = builder.call(aten.rsqrt.default, builder.call(add, mean, 1e-5, **where), **where)
-    scaled = builder.call(aten.mul.Tensor, wide, root, **where)
-    weighted = builder.call(aten.mul.Tensor, scaled, w, **where)
-    narrow = builder.call(aten._to_copy.default, weighted, dtype=torch.bfloat16, **where)
-    loss = builder.call(aten.sum.default, builder.call(aten.relu.default, narrow, module="act"))
-    return builder.joint(loss), narrow
-
-
-@pytest.mark.parametrize(
-    ("runtime", "add", "is_fused"),
-    [
-        (TORCHTITAN, aten.add_.Scalar, True),
-        (TORCHTITAN, aten.add.Scalar, False),  # written by hand, and not torch.nn.RMSNorm
-        (GRAPH_TRAINER, aten.add_.Scalar, False),
-    ],
-)
-def test_an_rms_norm_is_one_kernel_where_pytorch_runs_it(runtime, add, is_fused):
-    joint, last = norm_of(add)
-    fusion = runtime.fusion(joint, compiles=False)
-    nodes = {node for node in joint.graph.nodes if module_of(node) == "norm"}
-    assert set(fusion.group) == (nodes if is_fused else set())
-    assert len(set(fusion.group.values())) == int(is_fused)
-    simulation = simulate(joint, H100, runtime=runtime)
-    cost = [simulation.costs[node] for node in nodes]
-    assert sum(c.launches for c in cost) == (1 if is_fused else len(nodes))
-    issued = [e for e in simulation.timeline.events if e.stream == HOST and e.node in nodes]
-    assert len(issued) == (1 if is_fused else len(nodes))
-    if is_fused:  # reads the input and the weight, and writes the result
-        assert sum(c.bytes for c in cost) == 2 * 64 * 128 * 2 + 128 * 4
-
-
 @pytest.mark.parametrize(("runtime", "beside"), [(GRAPH_TRAINER, False), (TORCHTITAN, True)])
 def test_only_fsdp2_copies_into_gathers_on_a_stream_of_its_own(runtime, beside):
     """Copies out of gathers, and into reductions, are of compute for both."""
