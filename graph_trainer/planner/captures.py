@@ -25,25 +25,17 @@ class Captures:
         self._most = most
         self._joints: OrderedDict[tuple[object, ...], JointGraph] = OrderedDict()
 
-    def of(
-        self,
-        run: FakeRank,
-        on_progress: OnProgress = lambda line: None,
-        *,
-        fuses_norms: bool = True,
-    ) -> JointGraph:
+    def of(self, run: FakeRank, on_progress: OnProgress = lambda line: None) -> JointGraph:
         """Return a copy of the step that `run` captures, which the caller may change.
-
-        Args:
-            fuses_norms: as of `FakeRank.capture`.
 
         Raises:
             CaptureError: the step cannot be captured.
         """
-        key = (what_is_captured(run.config), run.world_size, run.rank, run.device, fuses_norms)
+        program = (what_is_captured(run.config), run.device, run.fuses_norms)
+        key = (*program, run.world_size, run.rank)
         if key not in self._joints:
             on_progress("capturing the train step")
-            self._joints[key] = run.capture(fuses_norms=fuses_norms)
+            self._joints[key] = run.capture()
         joint = self._joints[key]
         first, *others = self._joints
         if key != first:

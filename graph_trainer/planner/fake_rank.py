@@ -39,10 +39,16 @@ class FakeRank:
     Args:
         config: a checked config whose degrees multiply to `world_size`.
         device: what the step is captured for: "cuda" or "cpu".
+        fuses_norms: whether PyTorch has a GPU's kernel for an RMSNorm, as from 2.9 on.
     """
 
     def __init__(
-        self, config: GraphTrainerConfig, world_size: int, rank: int = 0, device: str = "cuda"
+        self,
+        config: GraphTrainerConfig,
+        world_size: int,
+        rank: int = 0,
+        device: str = "cuda",
+        fuses_norms: bool = True,
     ) -> None:
         assert config.model_spec is not None
         become(rank, world_size)
@@ -50,6 +56,7 @@ class FakeRank:
         self.world_size = world_size
         self.rank = rank
         self.device = device
+        self.fuses_norms = fuses_norms
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
         self.parallel_dims.build_mesh()
@@ -91,11 +98,8 @@ class FakeRank:
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (inputs.pop("input"), labels, valid_tokens), inputs
 
-    def capture(self, *, fuses_norms: bool = True) -> JointGraph:
+    def capture(self) -> JointGraph:
         """Capture the joint graph that training captures on this rank.
-
-        Args:
-            fuses_norms: whether PyTorch has a kernel for an RMSNorm, as from 2.9 on.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -107,7 +111,7 @@ class FakeRank:
             stack.enter_context(dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)())
             if self.device != "cpu":
                 stack.enter_context(flash_attention_as_on_gpu())
-                if fuses_norms:
+                if self.fuses_norms:
                     stack.enter_context(rms_norm_as_on_gpu())
                 stack.enter_context(autocast_as_on_gpu())
                 stack.enter_context(host_copies_saved_as_on_gpu())

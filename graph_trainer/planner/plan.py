@@ -288,9 +288,9 @@ def make_plan(
     traced = config
     if runtime.name == TORCHTITAN.name:
         traced = config_of_torchtitan(config)
-    run = FakeRank(traced, world_size, rank, hardware.device)
+    run = FakeRank(traced, world_size, rank, hardware.device, runtime.fuses_norms)
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
-    joint = captures.of(run, on_progress, fuses_norms=runtime.fuses_norms)
+    joint = captures.of(run, on_progress)
     mark_saved(joint)
     passes = run.pass_config(
         hardware=hardware,

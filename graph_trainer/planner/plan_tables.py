@@ -285,16 +285,14 @@ def fit_and_speed(report: dict[str, Any]) -> str:
         return f"Does not fit: needs {needs}, {left} more than the {bound}."
     microbatches = report["microbatches"]
     mfus = mfu_names([report])
-    tokens, source = report["tokens_per_second_per_gpu_range"], ""
-    if report["band"]:
-        source = f" ({tokens_range(tokens)}: {report['band']['source']})"
+    tokens = _in_brackets(tokens_range(report["tokens_per_second_per_gpu_range"]))
     utilization = ", ".join(
         f"{name} {report[key]:.1%}{_in_brackets(mfu_range(report[f'{key}_range']))}"
         for key, name in mfus.items()
     )
     return (
         f"Fits: needs {needs} of the {bound}; {left} head-room.\n"
-        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{source}, {utilization}, "
+        f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{tokens}, {utilization}, "
         f"{duration(report['step_seconds'])}"
         f"{_in_brackets(seconds_range(report['step_seconds_range']))} a step of {microbatches} "
         f"microbatch{'es' if microbatches > 1 else ''}."

@@ -50,7 +50,7 @@ def test_a_gpu_has_a_kernel_for_an_rms_norm(degree):
     layers = len(config.model_spec.model.layers)
     saved = {}
     for fused in (True, False):
-        joint = FakeRank(config, 2).capture(fuses_norms=fused)
+        joint = FakeRank(config, 2, fuses_norms=fused).capture()
         forward = joint.graph.find_nodes(op="call_function", target=aten._fused_rms_norm.default)
         assert len(forward) == (2 * layers + 1 if fused else 0)
         for norm in forward:
