@@ -8,11 +8,10 @@ from functools import cache, lru_cache
 from benchmarks.published.runs import Setup
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
-from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.bands import Kind, kind_of
 from graph_trainer.planner.captures import Captures
-from graph_trainer.planner.plan import Plan, make_plan, outside_seconds
+from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.titan.config.load import load_config
 
 
@@ -63,20 +62,7 @@ def plan_of_run(
     The graph that torchtitan runs does not depend on the speed of a GPU, so the same run on other
     GPUs is simulated again and not made again.
     """
-    plan = _plan_on_any_gpu(flags, ranks, fuses_norms)
-    joint, other, dispatch = (
-        plan.simulation.joint,
-        plan.simulation.other,
-        plan.simulation.dispatch,
-    )
-    simulation = simulate(joint, hardware, other, plan.simulation.runtime, dispatch)
-    return replace(
-        plan,
-        hardware=hardware,
-        simulation=simulation,
-        need=simulation.need(),
-        outside_seconds=outside_seconds(simulation, other.optimizer_bytes),
-    )
+    return _plan_on_any_gpu(flags, ranks, fuses_norms).on(hardware)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,8 @@ CONFIDENCE = 0.9
 """The part of runs like the planned one whose throughput a band contains."""
 
 _FEWEST = 3
-"""The fewest runs of a kind from which a band is made; with fewer, all runs make it."""
+"""The fewest runs of a kind from which a band is made; with fewer, runs of the kind of model, or
+all runs, make it."""
 
 _FILE = "published_errors.toml"
 
@@ -102,12 +103,17 @@ def published_band(
         None where fewer than two runs are left.
     """
     errors = [error for error in errors if error.name not in without]
-    alike = [error.ratio for error in errors if error.kind == kind]
-    source = f"{CONFIDENCE:.0%} of published runs like this one, {kind}"
-    if len(alike) < _FEWEST:
-        alike = [error.ratio for error in errors]
-        source = f"{CONFIDENCE:.0%} of all published runs, as few are like this one, {kind}"
-    return prediction_interval(alike, source)
+    model = "experts" if kind.experts else "dense"
+    choices = (
+        (f"published runs like this one, {kind}", [e for e in errors if e.kind == kind]),
+        (
+            f"published runs of its kind of model, {model}, as few are like this one, {kind}",
+            [e for e in errors if e.kind.experts == kind.experts],
+        ),
+        (f"all published runs, as few are like this one, {kind}", errors),
+    )
+    source, alike = next((c for c in choices if len(c[1]) >= _FEWEST), choices[-1])
+    return prediction_interval([e.ratio for e in alike], f"{CONFIDENCE:.0%} of {source}")
 
 
 def calibrated_band(calibration: Calibration) -> Band:

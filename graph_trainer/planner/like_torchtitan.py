@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from graph_trainer.core.analysis.fsdp_copies import fsdp_copies
@@ -30,7 +29,7 @@ from graph_trainer.core.graph.annotations import (
     set_bucket_tag,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument, aten, is_collective, is_wait
+from graph_trainer.core.graph.ops import argument, is_collective, is_wait
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.assign import Member, members_of, transformer_parts
@@ -41,6 +40,7 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.simulation.host import reads_on_host
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.activation_policies import NEEDS_CAPTURE, POLICIES
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -271,7 +271,7 @@ class _Order:
         """Return where the gather of the second next unit starts: after the copies of a unit at
         `place`, and after the last wait of the host before the next unit begins."""
         for later in range(next_place - 1, place - 1, -1):
-            if _is_read_by_host(self._nodes[later]):
+            if reads_on_host(self._nodes[later]):
                 return (later, 1)
         return (place, -1)
 
@@ -287,12 +287,3 @@ class _Order:
         for number, nodes in enumerate(groups):
             for node in nodes:
                 self._keys[node] = (*place, number, self._position[node])
-
-
-def _is_read_by_host(node: fx.Node) -> bool:
-    """Return whether a node copies to the host, which waits for the copy."""
-    return (
-        node.target is aten._to_copy.default
-        and argument(node, "device") == torch.device("cpu")
-        and not argument(node, "non_blocking", False)
-    )

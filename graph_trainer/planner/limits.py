@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from graph_trainer.core.simulation.hardware import Hardware, Host
-from graph_trainer.planner.plan import Limit, Plan, outside_seconds
+from graph_trainer.planner.plan import Limit, Plan
 
 _LESS = 0.1
 
@@ -19,27 +19,22 @@ def limits_of(plan: Plan) -> tuple[Limit, ...]:
     Returns:
         the changes, the one after which the step takes longest first.
     """
-    optimizer_bytes = plan.simulation.other.optimizer_bytes
     limits = []
     for what, change, hardware in _slower(plan.hardware):
-        simulation = plan.simulation.retimed(hardware)
-        outside = outside_seconds(simulation, optimizer_bytes)
-        changed = replace(plan, hardware=hardware, simulation=simulation, outside_seconds=outside)
-        limits.append(Limit(what, change, changed.step_seconds / plan.step_seconds - 1))
+        longer = plan.retimed(hardware).step_seconds / plan.step_seconds - 1
+        limits.append(Limit(what, change, longer))
     return tuple(sorted(limits, key=lambda limit: -limit.longer))
 
 
 def _slower(hardware: Hardware) -> Iterator[tuple[str, str, Hardware]]:
     """Yield what may limit a step, the change, and the hardware with less of it."""
     less, part = 1 - _LESS, f"{_LESS:.0%}"
-    # A limit below what an idle device takes is none.
-    idle = hardware.power_idle_watts
-    power = max(less * hardware.power_limit_watts, (idle + hardware.power_limit_watts) / 2)
-    yield (
-        "power, which sets the clock of matmuls",
-        f"{part} less power",
-        replace(hardware, power_limit_watts=power),
-    )
+    if hardware.device != "cpu":
+        yield (
+            "power, which sets the clock of matmuls",
+            f"{part} less power",
+            replace(hardware, power_limit_watts=less * hardware.power_limit_watts),
+        )
     yield (
         "memory bandwidth",
         f"{part} less memory bandwidth",

@@ -25,7 +25,7 @@ from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.host import Checkpoints, Dispatch
-from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.bands import Band, band_of
@@ -214,6 +214,23 @@ class Plan:
         """As `mfu`, without the attention that the causal mask excludes."""
         return self._part_of_peak(self.flops_per_token.causal)
 
+    def on(self, hardware: Hardware) -> Plan:
+        """Return the plan of the same graph on other hardware, without rows and limits of its
+        own."""
+        before = self.simulation
+        simulation = simulate(before.joint, hardware, before.other, before.runtime, before.dispatch)
+        return replace(self._timed(simulation), need=simulation.need())
+
+    def retimed(self, hardware: Hardware) -> Plan:
+        """Return the same on hardware with other speeds, whose memory is not simulated again."""
+        return self._timed(self.simulation.retimed(hardware))
+
+    def _timed(self, simulation: Simulation) -> Plan:
+        outside = outside_seconds(simulation, simulation.other.optimizer_bytes)
+        return replace(
+            self, hardware=simulation.hardware, simulation=simulation, outside_seconds=outside
+        )
+
     @property
     def band(self) -> Band | None:
         """The range of its throughput, as factors; None where no measured run is like it."""
@@ -286,7 +303,7 @@ def make_plan(
     """
     on_progress("building the model on meta")
     traced = config
-    if runtime.name == TORCHTITAN.name:
+    if runtime.is_torchtitan:
         traced = config_of_torchtitan(config)
     run = FakeRank(traced, world_size, rank, hardware.device, runtime.fuses_norms)
     captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
@@ -297,7 +314,7 @@ def make_plan(
         device_memory=device_memory or unknown,
         host_memory=host_memory or host_memory_of(hardware),
     )
-    if runtime.name == TORCHTITAN.name:
+    if runtime.is_torchtitan:
         passes = passes_of_torchtitan(passes, compiles=passes.other_memory(joint).fused)
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     look = partial(

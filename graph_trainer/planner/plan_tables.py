@@ -13,7 +13,7 @@ from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds, shown_name
 from graph_trainer.core.units import MIB, gib
-from graph_trainer.planner.measures import duration, measure
+from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan_report import CATEGORIES
 from graph_trainer.planner.terminal import Name, PlainTable, plain_table
 from graph_trainer.titan.config.core_settings import LIMIT_KEY
@@ -285,6 +285,7 @@ def fit_and_speed(report: dict[str, Any]) -> str:
         return f"Does not fit: needs {needs}, {left} more than the {bound}."
     microbatches = report["microbatches"]
     mfus = mfu_names([report])
+    seconds, ends = report["step_seconds"], report["step_seconds_range"]
     tokens = _in_brackets(tokens_range(report["tokens_per_second_per_gpu_range"]))
     utilization = ", ".join(
         f"{name} {report[key]:.1%}{_in_brackets(mfu_range(report[f'{key}_range']))}"
@@ -293,8 +294,7 @@ def fit_and_speed(report: dict[str, Any]) -> str:
     return (
         f"Fits: needs {needs} of the {bound}; {left} head-room.\n"
         f"{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU{tokens}, {utilization}, "
-        f"{duration(report['step_seconds'])}"
-        f"{_in_brackets(seconds_range(report['step_seconds_range']))} a step of {microbatches} "
+        f"{duration(seconds)}{_in_brackets(seconds_range(ends, seconds))} a step of {microbatches} "
         f"microbatch{'es' if microbatches > 1 else ''}."
     )
 
@@ -312,11 +312,11 @@ def mfu_range(ends: Range) -> str:
     return f"{100 * ends[0]:.1f} to {ends[1]:.1%}" if ends else ""
 
 
-def seconds_range(ends: Range) -> str:
-    """Format a range of times, both in one unit; empty without one."""
+def seconds_range(ends: Range, seconds: float) -> str:
+    """Format the range of a time in its unit; empty without one."""
     if not ends:
         return ""
-    unit = measure("seconds", ends, significant=3)
+    unit = measure("seconds", [seconds], significant=3)
     return f"{unit.digits(ends[0])} to {unit.text(ends[1])}"
 
 

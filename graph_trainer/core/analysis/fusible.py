@@ -74,6 +74,8 @@ def is_fusible(node: fx.Node) -> bool:
     tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
     if any(t.is_complex() for t in tensors):  # Inductor generates no code for complex numbers
         return False
+    if len({t.device for t in tensors}) > 1:  # a copy between devices
+        return False
     # a sum over leading dimensions that keeps the last one reads its input by column: it cannot
     # fuse with kernels that read by row, such as a norm and its gradient
     dims = argument(node, "dim")

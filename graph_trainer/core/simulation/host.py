@@ -60,7 +60,7 @@ def host_seconds(
     kernel. Linear in nodes.
 
     A compiled program launches a kernel a fused group, and its views are free. An eager program
-    under autograd (see `Runtime.under_autograd`) records the ops of forward, and its backward is
+    under autograd (see `Runtime.is_torchtitan`) records the ops of forward, and its backward is
     called by autograd's engine. The nodes of an unshard or a reduction of a program with FSDP2 are
     part of FSDP2's hooks, which cost as much for any number of parameters. Ops on tensors in host
     memory cost nothing.
@@ -85,7 +85,7 @@ def host_seconds(
         if node.op != "call_function" or is_getitem(node):
             continue
         phase, role, block = phase_of(node), role_of(node), block_of(module_of(node))
-        if role is not None and runtime.has_hooks:
+        if role is not None and runtime.is_torchtitan:
             hooks = (block, phase, role)
             if is_collective(node) and hooks not in hooked:
                 hooked.add(hooks)
@@ -104,7 +104,7 @@ def host_seconds(
             if group is not None:
                 launched.add(group)
             seconds[node] = host.compiled_seconds + (launches - 1) * host.next_kernel_seconds
-            program = (block, phase) if runtime.compiles_blocks else True
+            program = (block, phase) if runtime.is_torchtitan else True
             if program != part:
                 part = program
                 seconds[node] += host.graph_seconds
@@ -114,14 +114,14 @@ def host_seconds(
             continue
         if group is not None:
             launched.add(group)
-        by_engine = runtime.under_autograd and is_backward(node) and not is_recomputed(node)
+        by_engine = runtime.is_torchtitan and is_backward(node) and not is_recomputed(node)
         issue = host.view_seconds
         if not is_free[node]:
             issue = host.backward_seconds if by_engine else host.op_seconds
             issue += (launches - 1) * host.next_kernel_seconds
-        if runtime.under_autograd and dispatch.dtensors:
+        if runtime.is_torchtitan and dispatch.dtensors:
             issue += host.dtensor_seconds
-        if runtime.under_autograd and not by_engine:
+        if runtime.is_torchtitan and not by_engine:
             issue += host.autograd_seconds + (checkpoint if block is not None else 0.0)
         seconds[node] = issue
     return seconds

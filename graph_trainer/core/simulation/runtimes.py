@@ -45,17 +45,13 @@ class Runtime:
     runs_backend: bool
     """Whether a backend of graph_trainer runs the graph, and so decides what is compiled together.
     """
-    under_autograd: bool
-    """Whether autograd records the ops of forward and runs those of backward, where no compiler
-    sees them."""
-    has_hooks: bool
-    """Whether the hooks of FSDP2 gather parameters and reduce gradients, a block at a time. What
-    its gathers send is copied on a stream of its own, all other copies on that of compute
+    is_torchtitan: bool
+    """Whether torchtitan's loop runs it. Autograd then records the ops of forward and runs those of
+    backward, where no compiler sees them; every block is a compiled program that Python calls, if
+    the backend compiles; and hooks of FSDP2 gather parameters and reduce gradients, a block at a
+    time. One kernel copies all tensors into a bucket, and another all of them out of it; what
+    gathers send is copied on a stream of its own, all other copies on that of compute
     (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.13)."""
-    compiles_blocks: bool
-    """Whether every block is a compiled program that Python calls, in forward and in backward."""
-    fuses_copies: bool
-    """Whether one kernel copies all tensors into a bucket, and another all of them out of it."""
     fuses_norms: bool
     """Whether PyTorch has a kernel for an RMSNorm, as from 2.9 on; earlier ones run a kernel for
     each op of it (aten::_fused_rms_norm, aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
@@ -72,7 +68,7 @@ class Runtime:
         if compiles:
             by_region = in_regions and self.runs_backend
             fusion = fuse_in_regions(joint) if by_region else fuse(joint, self.compiled)
-        return with_fused_copies(joint, fusion) if self.fuses_copies else fusion
+        return with_fused_copies(joint, fusion) if self.is_torchtitan else fusion
 
     def kept_until(self, joint: JointGraph) -> dict[Storage, int]:
         """Return the storages that stay alive after their last reader, with the last position."""
@@ -97,10 +93,7 @@ GRAPH_TRAINER = Runtime(
     pool_of=one_pool,
     keeps_saved=False,
     runs_backend=True,
-    under_autograd=False,
-    has_hooks=False,
-    compiles_blocks=False,
-    fuses_copies=False,
+    is_torchtitan=False,
     fuses_norms=True,
 )
 """The joint graph as one program."""
@@ -111,10 +104,7 @@ TORCHTITAN = Runtime(
     pool_of=pool_per_stream,
     keeps_saved=True,
     runs_backend=False,
-    under_autograd=True,
-    has_hooks=True,
-    compiles_blocks=True,
-    fuses_copies=True,
+    is_torchtitan=True,
     fuses_norms=True,
 )
 """torchtitan's train loop: FSDP2 allocates what collectives return on separate streams, and copies

@@ -105,7 +105,7 @@ class Simulation:
                     *(self.joint, cost, self.fusion, hardware, self.runtime, self.dispatch),
                     self.other.fused,
                 )
-            beside = copies_into_gathers(self.joint.graph) if self.runtime.has_hooks else {}
+            beside = copies_into_gathers(self.joint.graph) if self.runtime.is_torchtitan else {}
             timeline = play(self.joint, self.collectives, cost, hardware, issue, beside)
         return replace(self, hardware=hardware, costs=cost, timeline=timeline, host_seconds=issue)
 
@@ -134,10 +134,20 @@ def simulate(
         cost = costs(joint, hardware, fusion)
         memory = predicted_memory(joint, hardware, other, runtime, fusion)
         issue = host_seconds(joint, cost, fusion, hardware, runtime, dispatch, other.fused)
-        beside = copies_into_gathers(joint.graph) if runtime.has_hooks else {}
+        beside = copies_into_gathers(joint.graph) if runtime.is_torchtitan else {}
         timeline = play(joint, issued, cost, hardware, issue, beside)
     return Simulation(
-        *(joint, hardware, runtime, issued, memory, cost, timeline, other, dispatch, fusion, issue)
+        joint=joint,
+        hardware=hardware,
+        runtime=runtime,
+        collectives=issued,
+        memory=memory,
+        costs=cost,
+        timeline=timeline,
+        other=other,
+        dispatch=dispatch,
+        fusion=fusion,
+        host_seconds=issue,
     )
 
 

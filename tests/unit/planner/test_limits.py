@@ -7,22 +7,14 @@ from dataclasses import fields, replace
 
 import pytest
 
-from graph_trainer.core.simulation.hardware import Hardware, Host, load_hardware
+from graph_trainer.core.simulation.hardware import Host, load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.planner.limits import _slower, limits_of
-from graph_trainer.planner.plan import Plan, outside_seconds
 from graph_trainer.planner.plan_report import plan_report, readable_report
 from tests.unit.planner.conftest import shown
 
 BASE = load_hardware("h100-sxm")
 NO_HOST = Host(**{f.name: 0.0 for f in fields(Host)})
-
-
-def on(plan: Plan, hardware: Hardware) -> Plan:
-    other = plan.simulation.other
-    simulation = simulate(plan.simulation.joint, hardware, other)
-    outside = outside_seconds(simulation, other.optimizer_bytes)
-    return replace(plan, hardware=hardware, simulation=simulation, outside_seconds=outside)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +45,7 @@ def on(plan: Plan, hardware: Hardware) -> Plan:
     ids=["network", "host", "memory", "power"],
 )
 def test_the_slowest_part_limits(full, hardware, what):
-    plan = on(full, hardware)
+    plan = full.on(hardware)
     limits = limits_of(plan)
     assert limits[0].what == what
     assert [limit.longer for limit in limits] == sorted(
@@ -68,7 +60,7 @@ def test_the_slowest_part_limits(full, hardware, what):
 def test_the_step_is_timed_as_by_a_simulation_of_all(full):
     without_host = replace(BASE, host=NO_HOST, launch_seconds=1e-9, memory_latency_seconds=1e-9)
     for base in (BASE, without_host):
-        plan = on(full, base)
+        plan = full.on(base)
         changed = 0
         for _, _, hardware in _slower(base):
             retimed = plan.simulation.retimed(hardware)
@@ -80,7 +72,7 @@ def test_the_step_is_timed_as_by_a_simulation_of_all(full):
 
 
 def test_the_report_has_one_sentence(full):
-    plan = on(full, BASE)
+    plan = full.on(BASE)
     assert plan_report(plan)["limits"] == [] and not readable_report(plan)["limited_by"]
     plan = replace(plan, limits=limits_of(plan))
     sentence = readable_report(plan)["limited_by"]

@@ -191,3 +191,23 @@ def test_the_host_reads_offsets_of_groups_that_are_multiplied_one_by_one(capabil
     issue = dict.fromkeys((busy, product), 0.25)
     step = play(joint, [], cost, hardware, host_seconds=issue).step_seconds
     assert step == pytest.approx(1.25 + 0.5 * reads + 1.0)
+
+
+@pytest.mark.parametrize("runtime", [GRAPH_TRAINER, TORCHTITAN], ids=lambda r: r.name)
+def test_a_compiled_program_waits_for_what_it_reads_too(runtime):
+    """A copy to the host is in no kernel of the op before it."""
+    b = Builder()
+    x = on_device(b, b.input("x", 64))
+    total = on_device(b, b.call(aten.sum.default, x))
+    read = b.call(READ, total, device=torch.device("cpu"))
+    on_device(b, b.call(aten.relu.default, x))
+    joint = b.joint(total)
+    fusion = runtime.fusion(joint, compiles=True)
+    hardware = load_hardware("h100-sxm")
+    cost = costs(joint, hardware, fusion)
+    issue = host_seconds(joint, cost, fusion, hardware, runtime, compiles=True)
+    assert reads_on_host(read) and read in issue
+    events = play(joint, [], cost, hardware, issue).events
+    ends = {e.node: e.start + e.seconds for e in events if e.stream != HOST}
+    later = [e.start for e in events if e.stream == HOST][-1]
+    assert later >= ends[total] + hardware.host.read_seconds
