@@ -13,7 +13,7 @@ from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds, shown_name
 from graph_trainer.core.units import MIB, gib
-from graph_trainer.planner.measures import measure
+from graph_trainer.planner.measures import duration, measure
 from graph_trainer.planner.plan_report import CATEGORIES
 from graph_trainer.planner.terminal import Name, PlainTable, plain_table
 from graph_trainer.titan.config.core_settings import LIMIT_KEY

@@ -81,11 +81,14 @@ def test_the_interval_is_the_textbook_one():
     assert prediction_interval([1.0], "") is None
 
 
-def test_fewer_than_three_of_a_kind_take_all():
+def test_fewer_than_three_of_a_kind_take_those_of_the_kind_of_model_or_all():
     errors = errors_of([0.9, 1.0, 1.1]) + errors_of([0.5, 0.6], EXPERTS, "experts")
     assert published_band(DENSE, errors).runs == 3
     few = published_band(EXPERTS, errors)
     assert few.runs == 5 and "all published runs" in few.source
+    compiled = errors_of([0.7], EXPERTS._replace(compiled=not EXPERTS.compiled), "compiled")
+    few = published_band(EXPERTS, errors + compiled)
+    assert few.runs == 3 and "all published runs" not in few.source
     assert published_band(DENSE, errors, without={"run 0"}).runs == 4
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict, replace
+from importlib import resources
 
 from markupsafe import escape
 
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.planner.changes import outcome_of
+from graph_trainer.planner.html.drawn import KINDS
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.plan_tables import comparison_table
@@ -59,3 +62,9 @@ def test_both_counts_of_flops_are_shown_and_named_where_they_differ(full):
         assert ("MFU" in headings) is not both
         report = plan_report(plan)
         assert (report["mfu"], report["mfu_causal"]) == (plan.mfu, plan.mfu_causal)
+
+
+def test_everything_that_the_page_draws_has_a_colour():
+    css = (resources.files("graph_trainer.planner.html") / "page.css").read_text(encoding="utf-8")
+    drawn = [*KINDS, *(category.value for category in Category)]
+    assert [key for key in drawn if f"--{key}: #" not in css] == []
