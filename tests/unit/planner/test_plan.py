@@ -392,11 +392,11 @@ def test_the_fewest_ranks_are_those_on_which_it_fits(monkeypatch):
 
 def test_room_to_spare_is_said_and_what_would_use_it():
     layers = ("--activation_checkpoint.type", "full")
-    plan = planned(*layers, "--training.seq_len", "512", instant_host=True)
+    plan = planned(*layers, "--training.seq_len", "8192", instant_host=True)
     said = readable_report(plan)["spare"]
     words = said[said.index("--") : said.index(" makes again only")].split()
     assert said in " ".join(shown(plan).split())
-    better = planned(*words, "--training.seq_len", "512", instant_host=True)
+    better = planned(*words, "--training.seq_len", "8192", instant_host=True)
     assert better.fits and better.step_seconds < plan.step_seconds
     part = 1 - better.step_seconds / plan.step_seconds
     said_part = float(re.search(r"takes ([\d.]+)%", said)[1]) / 100
@@ -410,7 +410,7 @@ def test_room_to_spare_is_said_and_what_would_use_it():
     assert not readable_report(better)["spare"] and not readable_report(planned())["spare"]
     full = dataclasses.replace(plan, hardware=too_small(plan))
     assert not readable_report(full)["spare"]
-    limited = planned(*layers, "--training.seq_len", "512", "--compile.memory_limit_gib", "70")
+    limited = planned(*layers, "--training.seq_len", "8192", "--compile.memory_limit_gib", "70")
     assert limited.fits and not readable_report(limited)["spare"]
     theirs = make_plan(small(*layers), 4, plan.hardware, runtime=TORCHTITAN)
     assert not readable_report(theirs)["spare"]
@@ -433,7 +433,7 @@ def test_what_is_used_to_the_full_is_no_advice():
 
 
 def test_a_change_that_cannot_free_enough_is_not_planned():
-    plan = planned()
+    plan = planned("--training.seq_len", "512")
     unsharded = plan.simulation.memory.peak_by_category()[Category.UNSHARDED]
     at_most = unsharded * plan.need.allocated / plan.need.alive
     assert 0 < at_most < 0.01 * plan.need.total
