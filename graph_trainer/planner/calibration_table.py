@@ -25,6 +25,6 @@ def calibration_table(result: Calibrated, base: Hardware) -> PlainTable:
     table.caption = (
         "spread: standard deviation of log(measured / predicted), weighted by the time in a step, "
         "after: predicted from samples of other sizes; "
-        f"of all {record.samples} ops and collectives {record.spread:.0%}"
+        f"of the {record.samples} ops and collectives together {record.spread:.0%}"
     )
     return table

@@ -207,8 +207,9 @@ def calibrated(
     medians: dict[str, Any] = {key: statistics.median(v) for key, v in of_host.items()}
     hardware = replace(hardware, host=replace(base.host, **medians))
     pairs: list[tuple[OpSample | CollectiveSample, float]] = []
-    pairs += [(s, predicted[id(s)]) for s in ops]
+    pairs += [(s, predicted[id(s)]) for s in _with_other_sizes(ops)]
     pairs += of_issued
+    pairs = pairs or [(s, predicted[id(s)]) for s in ops]
     record = Calibration(
         samples=len(ops) + len(issued),
         spread=round(_spread(pairs), 4),
@@ -332,6 +333,20 @@ def _samples_by_curve(ops: list[OpSample]) -> dict[CurveKey, list[OpSample]]:
         if _total(of_op, "seconds") >= _OWN_CURVE * total:
             curves[key] = of_op
     return curves
+
+
+def _with_other_sizes(ops: list[OpSample]) -> list[OpSample]:
+    """Return the samples that samples of other sizes predict: without ops whose curve is one point.
+
+    The curve of the kind, which is of other ops, says little of how well such a point predicts.
+    """
+    curves = _samples_by_curve(ops)
+    left = []
+    for sample in ops:
+        alike = curves.get((sample.kind, sample.op, sample.dtype))
+        if alike is None or len({s.size for s in alike}) > 1:
+            left.append(sample)
+    return left
 
 
 def _check_peak(base: Hardware, hardware: Hardware) -> None:

@@ -138,8 +138,8 @@ class Calibration:
     samples: int
     """Measured ops, kernels and collectives."""
     spread: float
-    """Standard deviation of log(measured / predicted) of the samples, weighted by their part of the
-    measured step."""
+    """Standard deviation of log(measured / predicted) of the samples, each predicted from those of
+    other sizes, weighted by their part of the measured step."""
     device_name: str
     date: str
     torch: str

@@ -141,6 +141,14 @@ def test_a_spread_is_that_of_sizes_that_were_not_fitted(count):
     assert result.curves[own].spread == pytest.approx(figure.spread)
 
 
+def test_an_op_of_one_size_says_nothing_of_the_spread_beside_others():
+    """Attention at one size is a hundred times slower than the base's; no sample predicts it."""
+    products = [op(OpKind.MATMUL, 10.0**n, 10.0**n / 2e9) for n in range(5, 9)]
+    attention = op(OpKind.ATTENTION, 1e8, 10.0, name="aten::attention")
+    assert fit(Samples([*products, attention])).hardware.calibration.spread < 1e-3
+    assert fit(Samples([attention])).hardware.calibration.spread > 1
+
+
 def test_collectives_are_predicted_from_those_of_other_sizes():
     start = machine(base_seconds=1e-5, device="cuda")
     samples = Samples()
