@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ from graph_trainer.core.simulation.hardware import Hardware, known_hardware, loa
 from graph_trainer.core.simulation.profile_toml import profile_to_toml
 from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.bands import FEWEST_SAMPLES
 from graph_trainer.planner.calibration_table import calibration_table
 from graph_trainer.planner.measure_ranks import Job, measure
 from graph_trainer.planner.measured_calls import collective_calls, op_calls
@@ -56,6 +58,9 @@ then:
   graph-trainer plan --hardware my.toml --config 8b --world-size 8
 """
 
+_RANKS_ON_CPU = 8
+"""Ranks that a CPU with fewer cores measures at most by default."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `graph-trainer calibrate`; return its exit code.
@@ -77,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
     check_outputs({"--output": flags.output})
     detected = detect_hardware()
     base = load_hardware(flags.base, "--base") if flags.base else detected.hardware
+    if flags.measure:
+        _check_devices(flags, base)
     plan = _plan(flags, words, base) if flags.measure or words else None
     notes = []
     if not flags.base and not detected.exact:
@@ -93,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
     result = calibrated(base, samples, device_name=device_name, date=today, name=name)
     _write(flags, argv, base, result)
     print_table(calibration_table(result, base))
-    for note in (*notes, *more):
+    notes += [*more, *_few_samples(result)]
+    for note in notes:
         print(wrapped(f"- {note}", WIDTH))
     print(f"wrote {flags.output}; next:")
     words = words or ["--config", "debugmodel", "--world-size", "2"]
@@ -123,18 +131,25 @@ def _plan(flags: argparse.Namespace, words: list[str], base: Hardware) -> Plan:
         return make_plan(config, world_size, base, every_pass=False, on_progress=say)
 
 
-def _measured(flags: argparse.Namespace, plan: Plan, base: Hardware) -> tuple[Samples, list[str]]:
-    """Measure this machine; return samples and notes."""
-    here = torch.cuda.device_count() if base.device == "cuda" else 0
+def _check_devices(flags: argparse.Namespace, base: Hardware) -> None:
+    """Refuse to measure on GPUs that this machine lacks."""
+    here = torch.cuda.device_count()
     if base.device == "cuda" and not here:
         raise ConfigError(
             f"--base {base.name}: it describes a GPU, and this machine has none: leave --base out, "
             "or calibrate from a trace of a GPU with --trace"
         )
-    most = here or max(8, usable_processes())
+    if base.device == "cuda" and (flags.ranks or 0) > here:
+        raise ConfigError(
+            f"--ranks {flags.ranks}: this machine has {here} GPUs: write at most {here}"
+        )
+
+
+def _measured(flags: argparse.Namespace, plan: Plan, base: Hardware) -> tuple[Samples, list[str]]:
+    """Measure this machine; return samples and notes."""
+    on_gpus = base.device == "cuda"
+    most = torch.cuda.device_count() if on_gpus else max(_RANKS_ON_CPU, usable_processes())
     ranks = flags.ranks or min(plan.world_size, most)
-    if here and ranks > here:
-        raise ConfigError(f"--ranks {ranks}: this machine has {here} GPUs: write at most {here}")
     flags.ranks = ranks
     issued, beyond = collective_calls(plan.simulation, ranks, flags.most)
     ops = op_calls(plan.simulation, base, flags.most)
@@ -159,6 +174,18 @@ def _measured(flags: argparse.Namespace, plan: Plan, base: Hardware) -> tuple[Sa
     return samples, notes
 
 
+def _few_samples(result: Calibrated) -> list[str]:
+    """Return a note where a plan with the profile has no range."""
+    record = result.hardware.calibration
+    assert record is not None
+    if record.samples >= FEWEST_SAMPLES:
+        return []
+    return [
+        f"too few samples for a range: plans with this profile have none, because {record.samples} "
+        f"ops and collectives were measured, of at least {FEWEST_SAMPLES}"
+    ]
+
+
 def _device_name(ranks: int) -> str:
     """Return the name of the measured device, and what ranks share on a CPU."""
     if torch.cuda.is_available():
@@ -178,7 +205,7 @@ def _write(
 ) -> None:
     how = f"graph-trainer calibrate {shlex.join(argv)}"
     with published(flags.output) as file:
-        file.write(profile_to_toml(result.hardware, base, result.figures, how))
+        file.write(profile_to_toml(result, base, how))
 
 
 def _parser() -> CommandParser:
@@ -206,8 +233,8 @@ def _parser() -> CommandParser:
         "--ranks",
         type=_positive,
         metavar="N",
-        help="ranks that measure; default: --world-size, at most the GPUs of this machine, or 8 "
-        "without a GPU",
+        help="ranks that measure; default: --world-size, at most the GPUs of this machine, or on a "
+        f"CPU {_RANKS_ON_CPU}, or as many as it has cores where those are more",
     )
     parser.add_argument(
         "--base",
@@ -228,7 +255,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=_seconds,
         default=120.0,
         metavar="S",
         help="begin no further measurement after so many seconds (default %(default)s)",
@@ -240,3 +267,13 @@ def _positive(text: str) -> int:
     if not re.fullmatch("0*[1-9][0-9]{0,6}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds

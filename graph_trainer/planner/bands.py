@@ -24,6 +24,9 @@ _FEWEST = 3
 """The fewest runs of a kind from which a band is made; with fewer, runs of the kind of model, or
 all runs, make it."""
 
+FEWEST_SAMPLES = 10
+"""The fewest measured ops and collectives from whose spread a band is made."""
+
 _FILE = "published_errors.toml"
 
 
@@ -116,12 +119,17 @@ def published_band(
     return prediction_interval([e.ratio for e in alike], f"{CONFIDENCE:.0%} of {source}")
 
 
-def calibrated_band(calibration: Calibration) -> Band:
+def calibrated_band(calibration: Calibration) -> Band | None:
     """Make the band of a run on a calibrated profile: errors of samples are taken as normal.
 
     What a step adds to its ops and collectives is in no sample, so the band is too narrow rather
     than too wide.
+
+    Returns:
+        None for fewer than `FEWEST_SAMPLES`, whose spread says little of others.
     """
+    if calibration.samples < FEWEST_SAMPLES:
+        return None
     half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * calibration.spread
     source = f"{CONFIDENCE:.0%} of the measured ops and collectives of {calibration.device_name}"
     return Band(math.exp(-half), math.exp(half), source, calibration.samples)

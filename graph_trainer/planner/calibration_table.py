@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.markup import escape
+
 from graph_trainer.core.simulation.calibration import Calibrated
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.planner.terminal import PlainTable, plain_table
@@ -19,9 +21,10 @@ def calibration_table(result: Calibrated, base: Hardware) -> PlainTable:
         old = "" if figure.spread_before is None else f"{figure.spread_before:.0%}"
         values = (f"{figure.before:.3g}", f"{figure.after:.3g}")
         row = (f"{figure.samples}", *values, old, f"{figure.spread:.0%}")
-        table.add_row(figure.key, *row)
+        table.add_row(escape(figure.key), *row)
     table.caption = (
-        "spread: standard deviation of log(measured / predicted), weighted by the time in a step; "
-        f"of all {record.samples} ops and collectives {record.spread:.0%}"
+        "spread: standard deviation of log(measured / predicted), weighted by the time in a step, "
+        "after: predicted from samples of other sizes; "
+        f"of the {record.samples} ops and collectives together {record.spread:.0%}"
     )
     return table

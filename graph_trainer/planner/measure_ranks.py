@@ -21,8 +21,8 @@ from graph_trainer.errors import GraphTrainerError
 from graph_trainer.planner.measured_calls import (
     CollectiveCall,
     OpCall,
-    made_arguments,
     op_named,
+    real_arguments,
 )
 from graph_trainer.planner.terminal import OnProgress
 
@@ -185,7 +185,7 @@ class Bench:
         return float(tensor)
 
     def _in_time(self) -> bool:
-        return self._agreed(time.perf_counter()) < self._agreed(self._deadline)
+        return self._agreed(time.perf_counter() - self._deadline) < 0
 
     def _turns(self, call: Callable[[int], object], seconds: float, count: int = 0) -> float:
         """Return the time of a call: the median of turns of about `seconds`, or of `count` calls.
@@ -221,10 +221,10 @@ class Bench:
         problem, copies = "", []
         try:
             with torch.no_grad():
-                first = made_arguments(call, self._device)
+                first = real_arguments(call, self._device)
                 size = sum(t.numel() * t.element_size() for t in _tensors(first))
                 number = max(1, min(_MOST_COPIES, _WORKING_SET // max(1, size)))
-                copies = [first, *(made_arguments(call, self._device) for _ in range(number - 1))]
+                copies = [first, *(real_arguments(call, self._device) for _ in range(number - 1))]
                 op(*first[0], **first[1])
                 self._sync()
         except Exception as error:  # whatever an op raises on numbers that are not the run's
@@ -267,7 +267,7 @@ class Bench:
         if not products:
             return
         call = min(products, key=lambda c: c.sample.model_seconds)
-        args, _ = made_arguments(call, self._device)
+        args, _ = real_arguments(call, self._device)
         op = op_named(call.target)
         once = self._agreed(self._turns(lambda place: op(*args), 0.01))
         repeats = max(1, round(1.5 * self._agreed(collective) / once))
@@ -302,7 +302,7 @@ class Bench:
         if not group:  # a rank without a group of this shape
             return lambda: None
         op = op_named(call.target)
-        args, kwargs = made_arguments(call, self._device)
+        args, kwargs = real_arguments(call, self._device)
         kwargs = {key: group if key == "group_name" else kwargs[key] for key in kwargs}
         args = tuple(
             group if isinstance(value, str) and value == call.group_name else value

@@ -198,7 +198,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def made(value: Any, device: torch.device, bound: int = 2) -> Any:
+def real_value(value: Any, device: torch.device, bound: int = 2) -> Any:
     """Return an argument with real tensors in the places of its TensorSpecs.
 
     Args:
@@ -209,9 +209,9 @@ def made(value: Any, device: torch.device, bound: int = 2) -> Any:
     if isinstance(value, torch.device):
         return device
     if isinstance(value, (list, tuple)):
-        return type(value)([made(item, device, bound) for item in value])
+        return type(value)([real_value(item, device, bound) for item in value])
     if isinstance(value, dict):
-        return {key: made(item, device, bound) for key, item in value.items()}
+        return {key: real_value(item, device, bound) for key, item in value.items()}
     return value
 
 
@@ -236,20 +236,20 @@ def _span(spec: TensorSpec) -> int:
     return 1 + sum((size - 1) * stride for size, stride in pairs)
 
 
-def made_arguments(
+def real_arguments(
     call: OpCall | CollectiveCall, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the arguments of a call."""
     bound = _least_size(list(call.args) + list(call.kwargs.values()))
-    args, kwargs = made(call.args, device, bound), made(call.kwargs, device, bound)
+    args, kwargs = real_value(call.args, device, bound), real_value(call.kwargs, device, bound)
     if call.target.startswith("aten._grouped_mm"):
         # offsets: the ends of groups of equal numbers of rows, or columns
         offsets = args[2] if len(args) > 2 else kwargs["offs"]
         a, b = args[:2]
         of_a = a.shape[-1] if b.ndim == 2 else a.shape[0]
-        whole = b.shape[-1] if a.ndim == 3 else of_a
+        length = b.shape[-1] if a.ndim == 3 else of_a
         groups = offsets.numel()
-        ends = [whole * (place + 1) // groups for place in range(groups)]
+        ends = [length * (place + 1) // groups for place in range(groups)]
         offsets.copy_(torch.tensor(ends, dtype=offsets.dtype))
     return args, kwargs
 

@@ -419,15 +419,15 @@ def _node(graph: fx.Graph, recorded: Recorded) -> fx.Node | None:
     parts = [json.loads(text) for text in recorded[1:]]
     for op in _overloads(recorded.name):
         try:
-            given, tensors = _arguments(op, *parts)
-            result = op(**given)
+            by_name, tensors = _arguments(op, *parts)
+            result = op(**by_name)
         except Exception:  # whatever an overload raises on arguments of another
             continue
         inputs = {}
         for tensor in tensors:
             inputs[id(tensor)] = graph.placeholder(f"x{len(graph.nodes)}")
             inputs[id(tensor)].meta["val"] = tensor
-        kwargs = {name: _with_nodes(value, inputs) for name, value in given.items()}
+        kwargs = {name: _with_nodes(value, inputs) for name, value in by_name.items()}
         # by position, as a capture writes what has a position
         positional = []
         for argument in op._schema.arguments:
@@ -457,7 +457,7 @@ def _arguments(
     schema = op._schema.arguments
     if len(dims) > len(schema):
         raise ValueError("too many arguments")
-    given: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     tensors: list[torch.Tensor] = []
     for place, argument in enumerate(schema[: len(dims)]):
         kind, sizes = str(argument.real_type), dims[place]
@@ -468,7 +468,7 @@ def _arguments(
         if type_ in _DTYPES and takes_tensor and "List" not in kind:
             tensor = _meta(sizes, of_strides, _DTYPES[type_])
             tensors.append(tensor)
-            given[argument.name] = tensor
+            by_name[argument.name] = tensor
         elif type_ == "TensorList" and takes_tensor and "List" in kind:
             dtype = torch.float32  # a trace has no dtypes of a list's tensors
             parts = [
@@ -476,14 +476,14 @@ def _arguments(
                 for n, shape in enumerate(sizes)
             ]
             tensors += parts
-            given[argument.name] = parts
+            by_name[argument.name] = parts
         elif type_ in _DTYPES or takes_tensor and value:
             raise ValueError("a tensor in the place of a number, or the reverse")
         elif value:
             parsed = _number(kind, value)
             if parsed is not None:
-                given[argument.name] = parsed
-    return given, tensors
+                by_name[argument.name] = parsed
+    return by_name, tensors
 
 
 def _meta(sizes: list[int], strides: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -548,18 +548,10 @@ def _launch_seconds(trace: Trace) -> float:
 
 
 def _host(trace: Trace) -> dict[str, list[float]]:
-    """Return what the host took, by field of `Host`: for ops with one kernel, and for a launch."""
-    found: dict[str, list[float]] = {}
-    nested = _nested(trace.ops)
-    launched = _kernels_by_op(trace, nested, _graph_ops(nested))
-    ops = [
-        nested[place].event["dur"] * _MICROSECOND
-        for place, kernels in launched.items()
-        if len(kernels) == 1
-    ]
+    """Return what the host took, by field of `Host`: for a launch.
+
+    The time of an op is left out: an event of the profiler begins above the dispatcher's key of
+    autograd, and that of an op with its backward is no time of either.
+    """
     calls = [c["dur"] * _MICROSECOND for c in trace.launches if "LaunchKernel" in c["name"]]
-    if ops:
-        found["op_seconds"] = [statistics.median(ops)]
-    if calls:
-        found["next_kernel_seconds"] = [statistics.median(calls)]
-    return found
+    return {"next_kernel_seconds": [statistics.median(calls)]} if calls else {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,13 @@ _PRIOR = 1e-3
 undecided, such as the latency of a step where all groups have one size, stays near the base."""
 _LEAST_BANDWIDTH_TIME = 1e-3
 """A fit that explains all samples by latency leaves this part of a transfer's time."""
+_FOLDS = 10
+"""Parts into which sizes are divided, each predicted from the others (Kohavi, A Study of
+Cross-Validation and Bootstrap for Accuracy Estimation and Model Selection, 1995)."""
+
+CurveKey = tuple[OpKind, str | None, str | None]
+"""Kind, op and dtype of a curve, as in `Efficiency`."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +118,16 @@ class Figure(NamedTuple):
     spread_before: float | None
     """Standard deviation of log(measured / predicted) by the base; None of what is no model."""
     spread: float
+    """The same where each size is predicted from the samples of others; of a median, the standard
+    deviation of log(measured / median)."""
+
+
+class CurveFit(NamedTuple):
+    """What a curve of efficiencies is fitted to."""
+
+    samples: int
+    spread: float
+    """As that of `Figure`."""
 
 
 class Calibrated(NamedTuple):
@@ -119,12 +136,17 @@ class Calibrated(NamedTuple):
     hardware: Hardware
     figures: list[Figure]
     """In the order of the profile's keys."""
+    curves: dict[CurveKey, CurveFit]
+    """Without those of the base that were not measured again."""
 
 
 def calibrated(
     base: Hardware, samples: Samples, *, device_name: str, date: str, name: str = "measured"
 ) -> Calibrated:
     """Replace the values of a profile that samples determine. n log n in samples.
+
+    Spreads are those of predictions from samples of other sizes, because a curve may have as many
+    points as samples and then goes through all of them.
 
     Args:
         base: the profile with which the samples' `model_seconds` were predicted.
@@ -137,26 +159,41 @@ def calibrated(
     ops = [s for s in samples.ops if s.seconds > 0 and s.model_seconds > 0]
     issued = [s for s in samples.collectives if s.seconds > 0 and len(s.ranks) > 1]
     if not ops and not issued:
-        raise ConfigError("calibration: no op and no collective of more than one rank was measured")
+        raise ConfigError(
+            "calibration: no op and no collective of more than one rank was measured: raise "
+            "--seconds or --most, or read a trace of whole steps"
+        )
     hardware, figures = replace(base, name=name), list[Figure]()
+    of_issued: list[tuple[CollectiveSample, float]] = []
     if samples.launches:
         value = statistics.median(samples.launches)
         figures.append(_of_values("launch_seconds", base.launch_seconds, samples.launches))
         hardware = replace(hardware, launch_seconds=value)
+    unfitted = hardware
     hardware = _with_efficiencies(base, hardware, ops)
-    predicted = _predicted_by_id(ops, base, hardware)
-    before = _predicted_by_id(ops, base, base)
+    _check_peak(base, hardware)
+    predicted, by_kind = _predicted_apart(base, unfitted, ops)
+    of_base = Curves(base)
+    before = {id(s): _predicted(s, s.op, base, base, of_base) for s in ops}
+    curves = {}
+    for curve, fitted_to in _samples_by_curve(ops).items():
+        apart = predicted if curve[1] else by_kind
+        spread = _spread((s, apart[id(s)]) for s in fitted_to)
+        curves[curve] = CurveFit(len(fitted_to), spread)
     for kind in OpKind:
         of_kind = [s for s in ops if s.kind is kind]
         if of_kind:
             old, new = base.scalar_efficiency(kind), hardware.scalar_efficiency(kind)
+            key = f"{kind}_efficiency"
             if kind is OpKind.ROWS:
+                key = f"[[efficiencies]] {kind}"  # curves alone
                 new = old * _total(of_kind, "model_seconds") / _total(of_kind, "seconds")
             spreads = (_spread((s, p[id(s)]) for s in of_kind) for p in (before, predicted))
-            figures.append(Figure(f"{kind}_efficiency", len(of_kind), old, new, *spreads))
+            figures.append(Figure(key, len(of_kind), old, new, *spreads))
     if issued:
         fitted = _with_links(hardware, issued)
-        figures += _link_figures(hardware, fitted, issued)
+        of_issued = _collectives_apart(hardware, issued)
+        figures += _link_figures(hardware, fitted, issued, of_issued)
         hardware = fitted
     if samples.overlaps:
         shares = [(s.together - s.compute) / s.collective for s in samples.overlaps]
@@ -170,8 +207,9 @@ def calibrated(
     medians: dict[str, Any] = {key: statistics.median(v) for key, v in of_host.items()}
     hardware = replace(hardware, host=replace(base.host, **medians))
     pairs: list[tuple[OpSample | CollectiveSample, float]] = []
-    pairs += [(s, predicted[id(s)]) for s in ops]
-    pairs += [(s, collective_seconds(s, hardware)) for s in issued]
+    pairs += [(s, predicted[id(s)]) for s in _with_other_sizes(ops)]
+    pairs += of_issued
+    pairs = pairs or [(s, predicted[id(s)]) for s in ops]
     record = Calibration(
         samples=len(ops) + len(issued),
         spread=round(_spread(pairs), 4),
@@ -179,27 +217,63 @@ def calibrated(
         date=date,
         torch=torch.__version__,
     )
-    return Calibrated(replace(hardware, calibration=record), figures)
+    return Calibrated(replace(hardware, calibration=record), figures, curves)
 
 
-def _predicted_by_id(
-    ops: Iterable[OpSample], base: Hardware, hardware: Hardware
-) -> dict[int, float]:
-    """Return the times that a profile predicts of ops, as `costs` does.
+def _folds(
+    samples: Sequence[T], size_of: Callable[[T], Hashable]
+) -> Iterator[tuple[list[T], list[T]]]:
+    """Divide samples by size; yield each part with all other samples.
 
     Args:
-        base: the profile of the samples' `model_seconds`.
+        size_of: equal for samples of which none is predicted from another. Neighbours in the
+            samples' order are in different parts.
     """
-    curves = Curves(hardware)
+    sizes = {size: place for place, size in enumerate(dict.fromkeys(map(size_of, samples)))}
+    for fold in range(min(_FOLDS, len(sizes))):
+        chosen, others = list[T](), list[T]()
+        for sample in samples:
+            is_chosen = sizes[size_of(sample)] % _FOLDS == fold
+            (chosen if is_chosen else others).append(sample)
+        yield chosen, others
+
+
+def _predicted_apart(
+    base: Hardware, hardware: Hardware, ops: list[OpSample]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return what is predicted of each op, by id, from the samples of other sizes of its kind: by
+    the curve of the op where it has one, and by that of its kind. Without other sizes it is what
+    the base predicts.
+
+    Args:
+        hardware: the profile before its efficiencies are fitted.
+    """
+    by_op, by_kind = dict[int, float](), dict[int, float]()
+    ordered = sorted(ops, key=lambda s: (s.kind, s.size))
+    for chosen, others in _folds(ordered, lambda s: (s.kind, s.size)):
+        fitted = _with_efficiencies(base, hardware, others)
+        curves = Curves(fitted)
+        for sample in chosen:
+            by_op[id(sample)] = _predicted(sample, sample.op, base, fitted, curves)
+            by_kind[id(sample)] = _predicted(sample, "", base, fitted, curves)
+    return by_op, by_kind
+
+
+def _predicted(
+    sample: OpSample, op: str, base: Hardware, hardware: Hardware, curves: Curves
+) -> float:
+    """Return the time that a profile predicts of an op, as `costs` does.
+
+    Args:
+        op: by whose curve; empty for that of the kind.
+        base: the profile of the sample's `model_seconds`.
+        curves: of `hardware`.
+    """
+    seconds = sample.model_seconds * base.scalar_efficiency(sample.kind)
+    seconds /= hardware.scalar_efficiency(sample.kind)
+    seconds *= curves.slowdown(sample.kind, op, sample.dtype, sample.size)
     speed = hardware.memory_bytes_per_second * hardware.memory_efficiency
-    predicted = {}
-    for sample in ops:
-        seconds = sample.model_seconds * base.scalar_efficiency(sample.kind)
-        seconds /= hardware.scalar_efficiency(sample.kind)
-        seconds *= curves.slowdown(sample.kind, sample.op, sample.dtype, sample.size)
-        least = sample.launches * hardware.launch_seconds
-        predicted[id(sample)] = max(seconds, sample.bytes / speed, least)
-    return predicted
+    return max(seconds, sample.bytes / speed, sample.launches * hardware.launch_seconds)
 
 
 def _total(samples: Iterable[OpSample], of: str) -> float:
@@ -234,31 +308,58 @@ def _with_efficiencies(base: Hardware, hardware: Hardware, ops: list[OpSample]) 
         if of_kind:
             mean = _total(of_kind, "model_seconds") / _total(of_kind, "seconds")
             scalars[f"{kind}_efficiency"] = min(1.0, base.scalar_efficiency(kind) * mean)
-    groups: dict[tuple[OpKind, str | None, str | None], list[OpSample]] = defaultdict(list)
-    by_op: dict[tuple[OpKind, str | None, str | None], list[OpSample]] = defaultdict(list)
+    entries = []
+    curves = _samples_by_curve(ops)
+    for (kind, op, dtype), group in curves.items():
+        for size, efficiency in _curve(group, base.scalar_efficiency(kind)):
+            entry = Efficiency(kind=kind, op=op, dtype=dtype, size=size, efficiency=efficiency)
+            entries.append(entry)
+    kept = [e for e in base.efficiencies if (OpKind(e.kind), e.op, e.dtype) not in curves]
+    return replace(hardware, efficiencies=(*kept, *entries), **scalars)  # type: ignore[arg-type]
+
+
+def _samples_by_curve(ops: list[OpSample]) -> dict[CurveKey, list[OpSample]]:
+    """Return the samples that each curve is fitted to."""
+    curves: dict[CurveKey, list[OpSample]] = defaultdict(list)
+    by_op: dict[CurveKey, list[OpSample]] = defaultdict(list)
     for s in ops:
         if s.kind in (OpKind.MATMUL, OpKind.ATTENTION):
-            groups[s.kind, None, s.dtype].append(s)
+            curves[s.kind, None, s.dtype].append(s)
         else:
-            groups[s.kind, None, None].append(s)
+            curves[s.kind, None, None].append(s)
         by_op[s.kind, s.op, s.dtype].append(s)
     total = _total(ops, "seconds")
     for key, of_op in by_op.items():
         if _total(of_op, "seconds") >= _OWN_CURVE * total:
-            groups[key] = of_op
-    entries = []
-    for (kind, op, dtype), group in groups.items():
-        for size, efficiency in _curve(group, base.scalar_efficiency(kind)):
-            if kind is OpKind.MATMUL and efficiency > 1.1 and base.device != "cpu":
-                raise ConfigError(
-                    f"calibration: a matmul of {size:.3g} FLOPs in {dtype} reaches "
-                    f"{efficiency:.2f} times the peak of {base.name}: name the profile of the "
-                    "measured device with --base"
-                )
-            entry = Efficiency(kind=kind, op=op, dtype=dtype, size=size, efficiency=efficiency)
-            entries.append(entry)
-    kept = [e for e in base.efficiencies if (OpKind(e.kind), e.op, e.dtype) not in groups]
-    return replace(hardware, efficiencies=(*kept, *entries), **scalars)  # type: ignore[arg-type]
+            curves[key] = of_op
+    return curves
+
+
+def _with_other_sizes(ops: list[OpSample]) -> list[OpSample]:
+    """Return the samples that samples of other sizes predict: without ops whose curve is one point.
+
+    The curve of the kind, which is of other ops, says little of how well such a point predicts.
+    """
+    curves = _samples_by_curve(ops)
+    left = []
+    for sample in ops:
+        alike = curves.get((sample.kind, sample.op, sample.dtype))
+        if alike is None or len({s.size for s in alike}) > 1:
+            left.append(sample)
+    return left
+
+
+def _check_peak(base: Hardware, hardware: Hardware) -> None:
+    """Refuse a matmul that exceeded the peak of a GPU's profile."""
+    if base.device == "cpu":
+        return
+    for entry in hardware.efficiencies:
+        if entry.kind == OpKind.MATMUL and entry.efficiency > 1.1:
+            raise ConfigError(
+                f"calibration: a matmul of {entry.size:.3g} FLOPs in {entry.dtype} reaches "
+                f"{entry.efficiency:.2f} times the peak of {base.name}: name the profile of the "
+                "measured device with --base"
+            )
 
 
 def _curve(samples: list[OpSample], scalar: float) -> list[tuple[float, float]]:
@@ -364,10 +465,34 @@ def _with_bandwidth(hardware: Hardware, link: str, factor: float) -> Hardware:
     return replace(hardware, **changes)
 
 
+def _collectives_apart(
+    hardware: Hardware, issued: list[CollectiveSample]
+) -> list[tuple[CollectiveSample, float]]:
+    """Return collectives with what is predicted of each from those of other groups and sizes;
+    without any it is what the base predicts.
+
+    Args:
+        hardware: the profile before its links are fitted.
+    """
+    pairs = []
+    for chosen, others in _folds(issued, lambda s: (s.ranks, s.input_bytes + s.output_bytes)):
+        fitted = _with_links(hardware, others) if others else hardware
+        pairs += [(s, collective_seconds(s, fitted)) for s in chosen]
+    return pairs
+
+
 def _link_figures(
-    before: Hardware, after: Hardware, issued: list[CollectiveSample]
+    before: Hardware,
+    after: Hardware,
+    issued: list[CollectiveSample],
+    predicted: list[tuple[CollectiveSample, float]],
 ) -> list[Figure]:
-    spreads = [_spread((s, collective_seconds(s, h)) for s in issued) for h in (before, after)]
+    """Return the values of links that a fit changed.
+
+    Args:
+        predicted: as `_collectives_apart`.
+    """
+    spreads = (_spread((s, collective_seconds(s, before)) for s in issued), _spread(predicted))
     figures = []
     for key in ("node_bytes_per_second", "node_efficiency"):
         figures.append((key, getattr(before, key), getattr(after, key)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graph_trainer.core.shipped_configs import config_folders
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.suggest import did_you_mean, nearest
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 
@@ -138,8 +138,8 @@ class Calibration:
     samples: int
     """Measured ops, kernels and collectives."""
     spread: float
-    """Standard deviation of log(measured / predicted) of the samples, weighted by their part of the
-    measured step."""
+    """Standard deviation of log(measured / predicted) of the samples, each predicted from those of
+    other sizes, weighted by their part of the measured step."""
     device_name: str
     date: str
     torch: str
@@ -359,13 +359,16 @@ def _table_problems(table: dict[str, Any], of: type, ignored: str = "") -> Itera
         ignored: a field that is not a key.
     """
     known = {field.name: field for field in fields(of) if field.name != ignored}
+    suggested: set[str] = set()
     for key, value in table.items():
         if key in known:
             yield from _problems(key, value)
         else:
+            suggested.update(nearest(key, known, 1))
             hint = did_you_mean(key, known, "did you mean '{}'?", "leave it out")
             yield f"unknown key '{key}': {hint}"
-    missing = [k for k, field in known.items() if k not in table and field.default is MISSING]
+    needed = [key for key, field in known.items() if field.default is MISSING]
+    missing = [key for key in needed if key not in table and key not in suggested]
     if missing:
         yield f"{', '.join(missing)} missing; copy a profile of configs/hardware and change it"
 
@@ -392,9 +395,13 @@ def _efficiencies_problems(value: Any) -> Iterator[str]:
     if not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
         yield f"efficiencies = {value!r}: write tables [[efficiencies]], or leave it out"
         return
+    numbers: dict[str, list[int]] = {}
     for number, entry in enumerate(value, 1):
         for problem in _table_problems(entry, Efficiency):
-            yield f"efficiencies, table {number}: {problem}"
+            numbers.setdefault(problem, []).append(number)
+    for problem, (first, *others) in numbers.items():
+        also = f" and {len(others)} more" if others else ""
+        yield f"efficiencies, table {first}{also}: {problem}"
 
 
 def _problems(key: str, value: Any) -> Iterator[str]:

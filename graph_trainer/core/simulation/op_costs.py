@@ -261,10 +261,10 @@ def _cost_of_kernels(kernels: list[Kernels], hardware: Hardware) -> Cost:
     """Return the cost of an op that launches kernels one after another."""
     return Cost(
         CostKind.MEMORY,
-        seconds=sum(each.seconds(hardware) for each in kernels),
+        seconds=sum(part.seconds(hardware) for part in kernels),
         flops=0,
-        bytes=sum(each.launches * (each.bytes + each.scattered_bytes) for each in kernels),
-        launches=sum(each.launches for each in kernels),
+        bytes=sum(part.launches * (part.bytes + part.scattered_bytes) for part in kernels),
+        launches=sum(part.launches for part in kernels),
     )
 
 

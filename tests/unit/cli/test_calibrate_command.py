@@ -22,6 +22,17 @@ BAD = {
     "no file": (["--trace", "TMP/no.json", "--output", "TMP/my.toml"], "no.json: cannot be read"),
     "a base": (["--measure", "--base", "h100", "--output", "TMP/my.toml"], "did you mean 'h100"),
     "ranks": (["--measure", "--ranks", "0", "--output", "TMP/my.toml"], "'0' is not a whole"),
+    **{
+        f"{seconds} seconds": (
+            ["--measure", "--seconds", seconds, "--output", "TMP/my.toml"],
+            f"'{seconds}' is not a positive number of seconds",
+        )
+        for seconds in ("nan", "0", "-5", "inf", "ten")
+    },
+    "a GPU's base": (
+        ["--measure", "--base", "h100-sxm", "--output", "TMP/my.toml"],
+        "--base h100-sxm: it describes a GPU, and this machine has none",
+    ),
     "a key": (
         ["--measure", "--trainin.steps", "2", "--world-size", "2", "--output", "TMP/my.toml"],
         "trainin",
@@ -31,7 +42,9 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_a_bad_command_line_is_one_message(bad, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "measure", lambda *a, **k: pytest.fail("the work was begun"))
+    for name in ("measure", "make_plan"):
+        monkeypatch.setattr(command, name, lambda *a, **k: pytest.fail("the work was begun"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words, message = bad
     words = [word.replace("TMP", str(tmp_path)) for word in words]
     assert cli.main(["calibrate", *words]) == 2
@@ -74,6 +87,7 @@ def test_a_trace_becomes_a_profile_with_another_plan(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"graph-trainer plan --hardware {output}" in out and "matmul_efficiency" in out
     table, _, _ = out.partition("wrote")
+    assert ("too few samples" in out) == (len({str(e["args"]) for e in events}) < 10)
     assert max(map(len, table.splitlines())) <= 100
     hardware = load_hardware(str(output))
     assert hardware.calibration.samples == len({str(e["args"]) for e in events})
@@ -102,6 +116,7 @@ def test_a_measured_machine_becomes_a_profile(tmp_path, capsys, monkeypatch):
     words = ["--config", "debugmodel", "--training.seq_len", "32", "--world-size", "1"]
     assert cli.main(["calibrate", "--measure", *words, "--output", str(output)]) == 0
     out = " ".join(capsys.readouterr().out.split())
+    assert "[[efficiencies]] rows" in out and "too few samples" not in out
     assert "not measured: aten.bad.default: an error" in out
     assert "--config debugmodel --training.seq_len 32 --world-size 1" in out
     hardware = load_hardware(str(output))

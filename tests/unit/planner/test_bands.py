@@ -165,12 +165,14 @@ def test_a_plan_for_a_cpu_says_that_it_has_no_range(full):
 def test_a_calibrated_profile_makes_the_band_of_its_spread(full):
     """Nine in ten of what is normally distributed, on a CPU too."""
     calibration = Calibration(
-        samples=7, spread=0.1, device_name="EPYC", date="2026-11-28", torch="2.13"
+        samples=12, spread=0.1, device_name="EPYC", date="2026-11-28", torch="2.13"
     )
     band = band_of(full.config, replace(full.hardware, calibration=calibration))
+    few = replace(full.hardware, calibration=replace(calibration, samples=9))
     inside = stats.norm.cdf([math.log(band.low), math.log(band.high)], scale=0.1)
     assert inside == pytest.approx([0.05, 0.95])
-    assert band.runs == 7 and "EPYC" in band.source
+    assert band_of(full.config, few) is None
+    assert band.runs == 12 and "EPYC" in band.source
     assert plan_report(replace(full, hardware=replace(full.hardware, calibration=calibration)))[
         "band"
     ]["low"] == pytest.approx(band.low)

@@ -10,9 +10,9 @@ from graph_trainer.core.simulation.hardware import OpKind, load_hardware
 from graph_trainer.planner.measure_ranks import Bench, Job, placed_alike
 from graph_trainer.planner.measured_calls import (
     collective_calls,
-    made_arguments,
     op_calls,
     op_named,
+    real_arguments,
 )
 from graph_trainer.planner.plan import make_plan
 from tests.unit.graphs import fake_world
@@ -39,7 +39,7 @@ def test_the_distinct_ops_of_a_step_with_how_often_it_runs_them(plan):
 def test_every_op_of_a_step_runs_on_what_is_made_of_its_shapes(plan):
     calls = pickle.loads(pickle.dumps(op_calls(plan.simulation, plan.hardware, 1000)))
     for call in calls:
-        args, kwargs = made_arguments(call, torch.device("cpu"))
+        args, kwargs = real_arguments(call, torch.device("cpu"))
         with torch.no_grad():
             op_named(call.target)(*args, **kwargs)
 

@@ -149,8 +149,8 @@ def test_kernels_of_a_gpu_belong_to_their_ops(tmp_path):
     assert gather.kind == "all_gather_into_tensor" and gather.ranks == tuple(range(0, 64, 8))
     assert (gather.input_bytes, gather.output_bytes) == (2048, 16384)
     assert (gather.seconds, gather.count) == (pytest.approx(30e-6), 2)  # the other one waited
-    assert samples.host["next_kernel_seconds"] == [pytest.approx(7e-6)]
-    assert samples.host["op_seconds"] == [pytest.approx(30e-6)]
+    # the event of an op contains autograd, which a plan adds to op_seconds
+    assert samples.host == {"next_kernel_seconds": [pytest.approx(7e-6)]}
     assert samples.launches == [pytest.approx(210e-6)]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -68,10 +69,12 @@ def test_one_efficiency_of_each_kind_is_recovered_at_any_sizes(efficiencies, siz
             model = size / 1e9
             seconds = model * base.scalar_efficiency(kind) / efficiency
             samples.ops.append(op(kind, size, seconds, name=f"aten::{kind}"))
-    hardware, figures = fit(samples, base)
+    hardware, figures, _ = fit(samples, base)
     assert hardware.calibration.samples == len(samples.ops)
-    assert hardware.calibration.spread < 1e-3
-    assert {figure.key for figure in figures} == {f"{kind}_efficiency" for kind in efficiencies}
+    assert len(sizes) == 1 or hardware.calibration.spread < 1e-3
+    keys = {f"{kind}_efficiency" for kind in efficiencies if kind is not OpKind.ROWS}
+    keys |= {"[[efficiencies]] rows"} & {f"[[efficiencies]] {kind}" for kind in efficiencies}
+    assert {figure.key for figure in figures} == keys
     for kind, efficiency in efficiencies.items():
         if kind is not OpKind.ROWS:
             assert hardware.scalar_efficiency(kind) == pytest.approx(efficiency, rel=1e-6)
@@ -96,7 +99,7 @@ def test_time_of_ops_bound_by_memory_grows_and_their_efficiency_may_fall():
     base = machine(device="cpu")
     times = {1e3: 1e-6, 1e4: 8e-6, 1e5: 7e-6, 1e6: 1e-3, 1e7: 3e-2}
     samples = Samples([op(OpKind.MEMORY, n, t, name="aten::add") for n, t in times.items()])
-    hardware, _ = fit(samples, base)
+    hardware, *_ = fit(samples, base)
     predicted = [seconds_of(hardware, base, sample) for sample in samples.ops]
     assert predicted == pytest.approx(sorted(predicted))
     assert predicted[0] == pytest.approx(1e-6) and predicted[-1] == pytest.approx(3e-2)
@@ -112,11 +115,52 @@ def test_layouts_of_a_matmul_have_curves_of_their_own():
         ]
     )
     base = machine(device="cpu")
-    hardware, _ = fit(samples, base)
+    hardware, *_ = fit(samples, base)
     for sample in samples.ops:
         assert seconds_of(hardware, base, sample) == pytest.approx(sample.seconds)
     other = op(OpKind.MATMUL, 1e9, 0.0, name="aten::mm tt")
     assert 1 < seconds_of(hardware, base, other) < 30
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 60])
+def test_a_spread_is_that_of_sizes_that_were_not_fitted(count):
+    """A curve through all of its samples has no residual, but predicts no other size so well."""
+    base, noise = machine(device="cpu"), random.Random(count)
+    samples = Samples()
+    for place in range(count):
+        size = 10.0 ** (5 + 4 * place / count)
+        factor = math.exp(0.3 * (-1) ** place + noise.gauss(0, 0.01))
+        samples.ops.append(op(OpKind.MEMORY, size, size / 1e9 * factor, name="aten::add"))
+    result = fit(samples, base)
+    (figure,) = (f for f in result.figures if f.key == "memory_efficiency")
+    assert result.hardware.calibration.spread == pytest.approx(figure.spread, abs=1e-4)
+    assert 0.15 < figure.spread < 0.9
+    fits = {key: fit.samples for key, fit in result.curves.items()}
+    own = (OpKind.MEMORY, "aten::add", "float32")
+    assert fits == {(OpKind.MEMORY, None, None): count, own: count}
+    assert result.curves[own].spread == pytest.approx(figure.spread)
+
+
+def test_an_op_of_one_size_says_nothing_of_the_spread_beside_others():
+    """Attention at one size is a hundred times slower than the base's; no sample predicts it."""
+    products = [op(OpKind.MATMUL, 10.0**n, 10.0**n / 2e9) for n in range(5, 9)]
+    attention = op(OpKind.ATTENTION, 1e8, 10.0, name="aten::attention")
+    assert fit(Samples([*products, attention])).hardware.calibration.spread < 1e-3
+    assert fit(Samples([attention])).hardware.calibration.spread > 1
+
+
+def test_collectives_are_predicted_from_those_of_other_sizes():
+    start = machine(base_seconds=1e-5, device="cuda")
+    samples = Samples()
+    for place in range(4):
+        sample = CollectiveSample(
+            kind="all_reduce", ranks=(0, 1), input_bytes=0, output_bytes=10**place, seconds=1e-5
+        )
+        seconds = collective_seconds(sample, start) * math.exp(0.3 * (-1) ** place)
+        samples.collectives.append(dataclasses.replace(sample, seconds=seconds))
+    fitted = fit(samples, start).hardware
+    residuals = [math.log(s.seconds / collective_seconds(s, fitted)) for s in samples.collectives]
+    assert fitted.calibration.spread > 1.1 * math.sqrt(math.fsum(r * r for r in residuals) / 4)
 
 
 groups = st.lists(st.integers(0, 31), min_size=1, max_size=12, unique=True).map(
@@ -160,7 +204,7 @@ def test_collectives_are_predicted_as_they_were_measured(issued, base, step, nod
         with pytest.raises(gt.ConfigError, match="no op and no collective"):
             fit(samples, start)
         return
-    hardware, _ = fit(samples, start)
+    hardware, *_ = fit(samples, start)
     assert hardware.calibration.samples == len(counted)
     for sample in counted:
         assert collective_seconds(sample, hardware) == pytest.approx(sample.seconds, rel=0.02)
@@ -181,7 +225,7 @@ def test_of_several_protocols_the_proportions_stay():
             )
             seconds = collective_seconds(sample, true)
             samples.collectives.append(dataclasses.replace(sample, seconds=seconds))
-    hardware, _ = fit(samples, base)
+    hardware, *_ = fit(samples, base)
     assert hardware.calibration.spread < 0.05
     assert hardware.network_efficiency == pytest.approx(0.5, rel=0.1)
     assert [p.name for p in hardware.protocols] == [p.name for p in base.protocols]
@@ -194,7 +238,7 @@ def test_what_is_measured_as_such_is_the_median():
         overlaps=[OverlapSample(1.0, 1.0, 1.25), OverlapSample(1.0, 1.0, 0.9)],
         host={"view_seconds": [2e-6]},
     )
-    hardware, figures = fit(samples)
+    hardware, figures, _ = fit(samples)
     assert hardware.launch_seconds == 2e-6
     assert hardware.collective_compute_share == 0.125
     assert hardware.host.view_seconds == 2e-6
@@ -232,9 +276,9 @@ def a_profile(base):
 @pytest.mark.parametrize("name", ["cpu", "h100-sxm"])
 def test_a_written_profile_is_read_back(tmp_path, name):
     base = load_hardware(name)
-    hardware, figures = a_profile(base)
-    path = tmp_path / "mine.toml"
-    path.write_text(profile_to_toml(hardware, base, figures, "graph-trainer calibrate --measure"))
+    result = a_profile(base)
+    hardware, path = result.hardware, tmp_path / "mine.toml"
+    path.write_text(profile_to_toml(result, base, "graph-trainer calibrate --measure"))
     back = load_hardware(str(path))
     assert back.calibration == hardware.calibration
     assert len(back.efficiencies) == len(hardware.efficiencies) > 3
@@ -247,9 +291,35 @@ def test_a_written_profile_is_read_back(tmp_path, name):
         assert mine.base_seconds == pytest.approx(other.base_seconds, rel=1e-3)
     text = path.read_text()
     assert "view_seconds = 1.25e-06  # measured: 2 samples, spread" in text
+    assert "# matmul in bfloat16: measured: 2 samples, spread " in text
+    assert "# aten::cat in float32: measured: 1 sample, spread " in text
     assert max(map(len, text.splitlines())) <= 100
     again = calibrated(back, Samples([op(OpKind.ATTENTION, 1e6, 1.0)]), device_name="", date="")
     assert {*back.efficiencies} < {*again.hardware.efficiencies}  # what was not measured again
+
+
+def test_what_was_not_measured_is_written_as_the_base_has_it(tmp_path):
+    """With all of its digits, and without a comment."""
+    base = dataclasses.replace(load_hardware("cpu"), memory_gib=191.98712, host_efficiency=0.123456)
+    result = a_profile(base)
+    nearly = dataclasses.replace(result.hardware, host_efficiency=0.123456 * (1 + 1e-12))
+    text = profile_to_toml(result._replace(hardware=nearly), base, "graph-trainer calibrate")
+    lines = text.splitlines()
+    assert "memory_gib = 191.98712" in lines and "host_efficiency = 0.123456" in lines
+    assert f"float32 = {base.peak_flops['float32']:.4g}" in lines
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    assert load_hardware(str(path)).memory_gib == base.memory_gib
+
+
+def test_what_several_tables_have_wrong_is_said_once(tmp_path):
+    path = tmp_path / "mine.toml"
+    entry = '[[efficiencies]]\nkind = "mm"\nsize = 1\nefficiency = 0.5\n'
+    path.write_text(known_hardware()["cpu"].read_text() + "\n" + 12 * entry)
+    with pytest.raises(gt.ConfigError) as caught:
+        load_hardware(str(path))
+    (line,) = str(caught.value).splitlines()
+    assert "efficiencies, table 1 and 11 more: kind = 'mm': write" in line
 
 
 def test_a_graph_takes_the_measured_time_of_its_sizes():

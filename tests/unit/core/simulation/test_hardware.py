@@ -141,6 +141,16 @@ def test_a_bad_value_is_named_with_file_and_key(tmp_path, bad):
         assert part in str(caught.value)
 
 
+def test_a_misspelt_key_is_one_line(tmp_path):
+    path = profile(tmp_path, "network_efficiency", None)
+    text = Path(path).read_text()
+    Path(path).write_text(f"network_eficiency = 0.5\n{text}")
+    with pytest.raises(gt.ConfigError) as caught:
+        load_hardware(path)
+    (line,) = str(caught.value).splitlines()
+    assert "unknown key 'network_eficiency': did you mean 'network_efficiency'?" in line
+
+
 PROTOCOL = """[[protocols]]
 name = "mine"
 base_seconds = 1e-5
