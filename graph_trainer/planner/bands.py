@@ -27,6 +27,9 @@ all runs, make it."""
 FEWEST_SAMPLES = 10
 """The fewest measured ops and collectives from whose spread a band is made."""
 
+NO_BAND = "no run on a CPU was published, and the profile has too few measured samples"
+"""Why a plan has no band, for messages."""
+
 _FILE = "published_errors.toml"
 
 

@@ -23,7 +23,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.core.simulation.timeline import ExposedWait
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.planner.bands import Band
+from graph_trainer.planner.bands import NO_BAND, Band
 from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
@@ -223,7 +223,7 @@ def _spare(plan: Plan) -> str:
 def how_sure(band: Band | None) -> str:
     """Say what the ranges of a plan's times are made of."""
     if band is None:
-        return "Times have no range: no run on a CPU was published to compare plans with."
+        return f"Times have no range: {NO_BAND}."
     return (
         f"Ranges contain {band.source} (of {band.runs}): they take {1 / band.high:.2f} to "
         f"{1 / band.low:.2f} times as long as planned. So may all other times."

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds, shown_name
 from graph_trainer.core.units import MIB, gib
+from graph_trainer.planner.bands import NO_BAND
 from graph_trainer.planner.measures import duration, measure
 from graph_trainer.planner.plan_report import CATEGORIES
 from graph_trainer.planner.terminal import Name, PlainTable, plain_table
@@ -386,7 +387,7 @@ def _range_where_it_fits(row: dict[str, Any]) -> str:
 def _factors(band: dict[str, Any] | None) -> str:
     """Say in what range throughput and MFU are expected, as factors of what is shown."""
     if band is None:
-        return "No ranges: no run on a CPU was published to compare plans with."
+        return f"No ranges: {NO_BAND}."
     return (
         f"{band['source']}: {band['low']:.2f} to {band['high']:.2f} times the tokens/s and MFU "
         "shown."

@@ -49,7 +49,7 @@ def test_everyone_has_every_place_and_many_predecessors(count):
 
 @pytest.mark.full
 def test_communication_of_ours_and_the_peers_passes_on_one_graph():
-    flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "256"]
+    flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "16384"]
     merged = ("transformer_block", "default", "peer")
     flags += ["--variants", "plain", *merged, "--unfused-qkv"]
     done = subprocess.run(

@@ -406,7 +406,7 @@ def _with_links(hardware: Hardware, issued: list[CollectiveSample]) -> Hardware:
     factors, so the fit repeats.
     """
     import numpy
-    from scipy.optimize import nnls
+    from scipy.optimize import lsq_linear
 
     links = (Link.NODE, Link.NETWORK)
     for _ in range(4):
@@ -420,7 +420,11 @@ def _with_links(hardware: Hardware, issued: list[CollectiveSample]) -> Hardware:
             targets.append(weight * sample.seconds)
         prior = _PRIOR * math.sqrt(sum(s.count for s in issued) / len(issued))
         matrix = numpy.vstack([numpy.array(rows), prior * numpy.eye(4)])
-        factors = nnls(matrix, numpy.array([*targets, *[prior] * 4]))[0]
+        # a link of a GPU reaches its bandwidth at most
+        most = [getattr(hardware, f"{link}_efficiency") for link in links]
+        least = [0.0, 0.0, *(most if hardware.device != "cpu" else [0.0, 0.0])]
+        wanted = numpy.array([*targets, *[prior] * 4])
+        factors = lsq_linear(matrix, wanted, bounds=(least, numpy.inf)).x
         base, step, node, network = map(float, factors)
         hardware = replace(
             _with_bandwidth(_with_bandwidth(hardware, "node", node), "network", network),
