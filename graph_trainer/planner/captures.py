@@ -21,7 +21,7 @@ class Captures:
         most: how many are kept, the first included.
     """
 
-    def __init__(self, most: int = 4) -> None:
+    def __init__(self, most: int = 6) -> None:
         self._most = most
         self._joints: OrderedDict[tuple[object, ...], JointGraph] = OrderedDict()
 

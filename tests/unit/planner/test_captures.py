@@ -164,6 +164,6 @@ def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     assert plan_command.main(words) == 0
     steps = Counter((what_is_captured(run.config), run.rank) for run in captured)
     assert set(steps.values()) == {1}
-    # the rank, changes that act before capture, two and three of these together, and a rank of
-    # each of the two other classes
-    assert len(steps) == 1 + 5 + 2 + 2
+    # the rank, changes that act before capture, two of these together, and a rank of each of the
+    # two other classes
+    assert len(steps) == 1 + 5 + 1 + 2
