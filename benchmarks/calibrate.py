@@ -25,8 +25,8 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from graph_trainer.core.simulation.calibration import Calibrated, Samples, calibrated
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.calibration import Calibrated, Samples, calibrated
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.measure_ranks import Job, measure
 from graph_trainer.planner.measured_calls import collective_calls, op_calls

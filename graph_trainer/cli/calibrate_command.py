@@ -15,19 +15,19 @@ from pathlib import Path
 
 import torch
 
-from graph_trainer.cli.command_line import CommandParser
-from graph_trainer.core.simulation.calibration import Calibrated, Samples, calibrated
+from graph_trainer.cli.command_line import CommandParser, positive
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
-from graph_trainer.core.simulation.profile_toml import profile_to_toml
 from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.bands import FEWEST_SAMPLES
+from graph_trainer.planner.calibration import Calibrated, Samples, calibrated
 from graph_trainer.planner.calibration_table import calibration_table
 from graph_trainer.planner.measure_ranks import Job, measure
 from graph_trainer.planner.measured_calls import collective_calls, op_calls
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.processes import usable_processes
+from graph_trainer.planner.profile_toml import profile_to_toml
 from graph_trainer.planner.profiler_trace import samples_of_traces
 from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.titan.config.check import wanted_ranks, world_size_from_environment
@@ -192,8 +192,8 @@ def _device_name(ranks: int) -> str:
         return str(torch.cuda.get_device_name())
     name = platform.processor() or platform.machine()
     try:
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        name = found.group(1) if found else name
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        name = model.group(1) if model else name
     except OSError:
         pass
     threads = os.environ.get("OMP_NUM_THREADS", "1" if ranks > 1 else "all")
@@ -228,10 +228,10 @@ def _parser() -> CommandParser:
         help="read traces of torch.profiler, .json or .json.gz; with a config's flags they must be "
         "of that config",
     )
-    parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks of the config")
+    parser.add_argument("--world-size", type=positive, metavar="N", help="ranks of the config")
     parser.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="ranks that measure; default: --world-size, at most the GPUs of this machine, or on a "
         f"CPU {_RANKS_ON_CPU}, or as many as it has cores where those are more",
@@ -247,7 +247,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--most",
-        type=_positive,
+        type=positive,
         default=200,
         metavar="N",
         help="distinct ops, and distinct collectives, to time: those with the greatest part of the "
@@ -261,12 +261,6 @@ def _parser() -> CommandParser:
         help="begin no further measurement after so many seconds (default %(default)s)",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch("0*[1-9][0-9]{0,6}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

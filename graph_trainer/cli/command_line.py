@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import NoReturn
@@ -38,6 +39,13 @@ def with_names_of_environment(argv: Sequence[str]) -> list[str]:
 def variable(name: str, default: str = "") -> str:
     """Read a variable of the environment; an empty one counts as unset."""
     return os.environ.get(name) or default
+
+
+def positive(text: str) -> int:
+    """Read a whole number of 1 or more, such as of ranks: a type of argparse."""
+    if not re.fullmatch("0*[1-9][0-9]{0,6}", text):  # a mesh has a number for each rank
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 to 9,999,999")
+    return int(text)
 
 
 def import_config_classes() -> None:

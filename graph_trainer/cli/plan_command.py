@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -16,7 +15,7 @@ from typing import IO
 import torch
 from rich.console import Group, RenderableType
 
-from graph_trainer.cli.command_line import CommandParser
+from graph_trainer.cli.command_line import CommandParser, positive
 from graph_trainer.cli.launcher import Launch, prepare
 from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
@@ -410,7 +409,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--world-size",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="number of ranks; default: WORLD_SIZE, or what the degrees of parallelism multiply to "
         "where parallelism.data_parallel_shard_degree is not -1",
@@ -478,14 +477,6 @@ def _parser() -> CommandParser:
     for name, (_, help_text) in _WRITERS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=help_text)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch("0*[1-9][0-9]{0,6}", text):  # a mesh has a number for each rank
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of ranks: write 1 or more, below 10,000,000"
-        )
-    return int(text)
 
 
 def _imbalances(text: str) -> tuple[float, ...]:

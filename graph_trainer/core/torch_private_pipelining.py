@@ -11,58 +11,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    get_schedule_class,
-)
-from torch.distributed.pipelining.schedules import (
-    _Action as Action,
-)
-from torch.distributed.pipelining.schedules import (
-    _ComputationType as ActionKind,
-)
-from torch.distributed.pipelining.schedules import (
-    _PipelineScheduleRuntime as ScheduleRuntime,
-)
-from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
-
-Actions = dict[int, list[Action | None]]
-"""By rank of the pipeline, what it computes in order; None where it waits."""
+from torch.distributed.pipelining.schedules import ScheduleGPipe, get_schedule_class
+from torch.distributed.pipelining.schedules import _Action as Action
+from torch.distributed.pipelining.schedules import _ComputationType as ActionKind
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as ScheduleRuntime
+from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase  # noqa: F401
 
 
-class StageOfOrder(StageBase):
-    """A stage without a module: what a schedule of torch's needs to list its actions."""
+def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
+    """Make the runtime of a schedule that torch names, with its sends and receives.
 
-    def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
-        super().__init__(torch.nn.Identity(), index, count, torch.device("cpu"), group)
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-
-def actions_of(schedule: str, num_stages: int, num_microbatches: int, group: Any) -> Actions:
-    """List what every rank of a pipeline computes, in the order of a schedule that torch names.
+    Args:
+        stages: those of this rank.
 
     Raises:
-        ValueError: torch has no such schedule.
+        ValueError: torch has no such schedule, or it cannot run so many stages or microbatches.
     """
     class_ = get_schedule_class(schedule)
-    ranks = dist.get_world_size(group)
-    if class_ is ScheduleGPipe:
-        return {rank: _one_stage(rank, num_microbatches, num_microbatches) for rank in range(ranks)}
-    if class_ is Schedule1F1B:
-        # the one that torch 2.13 lists leaves out the first microbatch of the last stage
-        return {rank: _one_stage(rank, ranks - 1 - rank, num_microbatches) for rank in range(ranks)}
-    rank = dist.get_rank(group)
-    local = [StageOfOrder(i, num_stages, group) for i in range(num_stages) if i % ranks == rank]
-    return class_(local, num_microbatches, loss_fn=_no_loss).pipeline_order
+    runtime_class = class_ if issubclass(class_, ScheduleRuntime) else ScheduleRuntime
+    runtime: ScheduleRuntime = runtime_class(
+        stages,
+        num_microbatches,
+        loss_fn=_no_loss,
+        scale_grads=False,
+        backward_requires_autograd=False,
+    )
+    if runtime_class is not class_:  # schedules of one stage a rank have another runtime in torch
+        ranks = runtime.pp_group_size
+        ahead = [num_microbatches] * ranks if class_ is ScheduleGPipe else range(ranks)[::-1]
+        # that of torch 2.13 leaves out the first microbatch of the last stage of 1F1B
+        runtime._prepare_schedule_with_comms(
+            {rank: _one_stage(rank, ahead[rank], num_microbatches) for rank in range(ranks)}
+        )
+    return runtime
 
 
 def _one_stage(stage: int, ahead: int, num_microbatches: int) -> list[Action | None]:
@@ -75,19 +56,6 @@ def _one_stage(stage: int, ahead: int, num_microbatches: int) -> list[Action | N
             actions.append(Action(stage, ActionKind.FORWARD, ahead + microbatch))
         actions.append(Action(stage, ActionKind.FULL_BACKWARD, microbatch))
     return [*actions]
-
-
-def runtime_of(actions: Actions, stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
-    """Make the runtime of a schedule, with its sends and receives."""
-    runtime = ScheduleRuntime(
-        stages,
-        num_microbatches,
-        loss_fn=_no_loss,
-        scale_grads=False,
-        backward_requires_autograd=False,
-    )
-    runtime._prepare_schedule_with_comms(actions)
-    return runtime
 
 
 def run_schedule(runtime: ScheduleRuntime, args: list[Any], kwargs: list[dict[str, Any]]) -> None:

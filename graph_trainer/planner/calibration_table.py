@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.markup import escape
 
-from graph_trainer.core.simulation.calibration import Calibrated
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.planner.calibration import Calibrated
 from graph_trainer.planner.terminal import PlainTable, plain_table
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graph_trainer.core.simulation.calibration import CollectiveSample, OverlapSample, Samples
 from graph_trainer.errors import GraphTrainerError
+from graph_trainer.planner.calibration import CollectiveSample, OverlapSample, Samples
 from graph_trainer.planner.measured_calls import (
     CollectiveCall,
     OpCall,

@@ -13,11 +13,11 @@ from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.data_sizes import expected, shape_of, stride_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, schema_of
-from graph_trainer.core.simulation.calibration import CollectiveSample, OpSample
 from graph_trainer.core.simulation.hardware import Hardware, OpKind
 from graph_trainer.core.simulation.kernel_launches import moves_rows
 from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs, dtype_of, measured_name
 from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.planner.calibration import CollectiveSample, OpSample
 
 _ENDLESS = 1e30
 """Bytes per second at which nothing is bound by memory."""

@@ -30,10 +30,10 @@ from graph_trainer.core.graph.data_sizes import shape_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import schema_of
 from graph_trainer.core.graph.signature import Signature
-from graph_trainer.core.simulation.calibration import CollectiveSample, OpSample, Samples
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.torch_private import is_composite
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.calibration import CollectiveSample, OpSample, Samples
 from graph_trainer.planner.measured_calls import model_costs, sample_of
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.terminal import OnProgress

@@ -2,8 +2,8 @@
 
 Imports point down only, from cli over planner, train, titan and core to errors, without a cycle
 between modules or between folders, the core's own included; imports for type checkers and imports
-inside functions count. The core imports torch and the standard library, and two files the solvers
-of scipy, inside functions. Private names of torch are in core/torch_private.py and the files that
+inside functions count. The core imports torch and the standard library, and one file the solver of
+scipy, inside a function. Private names of torch are in core/torch_private.py and the files that
 begin so, so that few files depend on a release of torch.
 """
 
@@ -25,8 +25,7 @@ TORCH_PRIVATE = (
 )
 
 OTHERS = {
-    "graph_trainer.core.passes.plan_memory.solver": ("scipy",),
-    "graph_trainer.core.simulation.calibration": ("scipy", "numpy"),
+    "graph_trainer.core.passes.plan_memory.solver": "scipy",
 }
 """What else a file of the core may import."""
 
@@ -144,7 +143,7 @@ def violations():
                 graph.add_edge(module, target)
                 if layer(target, modules) > layer(module, modules):
                     found.add(f"{module} imports {target}: up")
-            elif root in OTHERS.get(module, ()):
+            elif root == OTHERS.get(module):
                 continue
             elif in_core and root not in sys.stdlib_module_names and root != "torch":
                 found.add(f"{module} imports {root}: neither torch nor the standard library")

@@ -13,7 +13,6 @@ from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.torch_private_pipelining import (
     Action,
     ActionKind,
-    actions_of,
     microbatch_of,
     receives_of,
     run_schedule,
@@ -55,9 +54,7 @@ class PipelineStep:
             )
         self._stages = {stage.stage_index: stage for stage in stages}
         self._on_gradients = on_gradients
-        first = stages[0]
-        actions = actions_of(schedule, first.num_stages, num_microbatches, first.group)
-        self._runtime = runtime_of(actions, list(stages), num_microbatches)
+        self._runtime = runtime_of(schedule, list(stages), num_microbatches)
         self._losses: list[torch.Tensor] = []
         run = self._runtime.register_custom_function
         run(ActionKind.FORWARD, self._forward)

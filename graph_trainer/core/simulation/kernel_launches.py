@@ -306,12 +306,12 @@ def _sort(call: Call) -> list[Kernels]:  # cuda/Sort.cpp, cuda/SortStable.cu
 
 def _topk(call: Call) -> list[Kernels]:  # cuda/TensorTopK.cu, sbtopk::gatherTopK
     keys = call.tensor("self")
-    found = sum(map(distinct_bytes, tensors_of(call.node)))
+    result = sum(map(distinct_bytes, tensors_of(call.node)))
     # reads a row for each digit, then for those above the last one and for those equal to it
     passes = ceil(8 * keys.dtype.itemsize / _SELECT_RADIX_BITS) + 2
-    selection = Kernels(bytes=passes * distinct_bytes(keys) + found)
+    selection = Kernels(bytes=passes * distinct_bytes(keys) + result)
     in_order = argument(call.node, "sorted", True)
-    return [selection, Kernels(bytes=2 * found)] if in_order else [selection]
+    return [selection, Kernels(bytes=2 * result)] if in_order else [selection]
 
 
 def _cumsum(call: Call) -> list[Kernels]:  # cuda/ScanUtils.cuh, scan_dim

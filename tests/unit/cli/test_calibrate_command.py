@@ -9,8 +9,8 @@ import torch
 
 from graph_trainer.cli import calibrate_command as command
 from graph_trainer.cli import main as cli
-from graph_trainer.core.simulation.calibration import OpSample, Samples
 from graph_trainer.core.simulation.hardware import OpKind, load_hardware
+from graph_trainer.planner.calibration import OpSample, Samples
 from graph_trainer.planner.plan import make_plan
 from tests.unit.planner.conftest import RANKS, config_of
 
@@ -21,7 +21,7 @@ BAD = {
     "no folder": (["--measure", "--output", "TMP/none/my.toml"], "there is no folder"),
     "no file": (["--trace", "TMP/no.json", "--output", "TMP/my.toml"], "no.json: cannot be read"),
     "a base": (["--measure", "--base", "h100", "--output", "TMP/my.toml"], "did you mean 'h100"),
-    "ranks": (["--measure", "--ranks", "0", "--output", "TMP/my.toml"], "'0' is not a whole"),
+    "ranks": (["--measure", "--ranks", "0", "--output", "TMP/my.toml"], "'0': write a whole"),
     **{
         f"{seconds} seconds": (
             ["--measure", "--seconds", seconds, "--output", "TMP/my.toml"],

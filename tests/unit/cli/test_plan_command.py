@@ -47,7 +47,7 @@ BAD = {
         ["--verify-order", "--like", "torchtitan"],
         "--like torchtitan plans another program",
     ),
-    "no ranks": (["--world-size", "0"], "'0' is not a number of ranks: write 1 or more"),
+    "no ranks": (["--world-size", "0"], "'0': write a whole number from 1"),
     "rank too high": (["--world-size", "8", "--rank", "8"], "there are 8 ranks: write 0 to 7"),
     "two flags, one file": (["--json", "TMP/x", "--trace", "TMP/x"], "both write TMP/x"),
     "comparison without values": (["--compare", "training.seq_len"], "write key=value,value"),

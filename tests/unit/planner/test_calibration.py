@@ -9,13 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graph_trainer as gt
-from graph_trainer.core.simulation.calibration import (
-    CollectiveSample,
-    OpSample,
-    OverlapSample,
-    Samples,
-    calibrated,
-)
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import (
     Efficiency,
@@ -24,7 +17,14 @@ from graph_trainer.core.simulation.hardware import (
     load_hardware,
 )
 from graph_trainer.core.simulation.op_costs import Curves, costs
-from graph_trainer.core.simulation.profile_toml import profile_to_toml
+from graph_trainer.planner.calibration import (
+    CollectiveSample,
+    OpSample,
+    OverlapSample,
+    Samples,
+    calibrated,
+)
+from graph_trainer.planner.profile_toml import profile_to_toml
 from graph_trainer.testing import Builder
 from tests.unit.core.simulation.machines import changed, machine
 from tests.unit.graphs import aten

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from graph_trainer.core.simulation.calibration import Calibrated, Figure
 from graph_trainer.core.simulation.hardware import Hardware, Host, OpKind
+from graph_trainer.planner.calibration import Calibrated, Figure
 
 _TABLES = ("peak_flops", "calibration", "host", "protocols", "efficiencies")
 

@@ -172,13 +172,13 @@ def calibrated(
     unfitted = hardware
     hardware = _with_efficiencies(base, hardware, ops)
     _check_peak(base, hardware)
-    predicted, by_kind = _predicted_apart(base, unfitted, ops)
+    predicted, by_kind = _predicted_held_out(base, unfitted, ops)
     of_base = Curves(base)
     before = {id(s): _predicted(s, s.op, base, base, of_base) for s in ops}
     curves = {}
     for curve, fitted_to in _samples_by_curve(ops).items():
-        apart = predicted if curve[1] else by_kind
-        spread = _spread((s, apart[id(s)]) for s in fitted_to)
+        held_out = predicted if curve[1] else by_kind
+        spread = _spread((s, held_out[id(s)]) for s in fitted_to)
         curves[curve] = CurveFit(len(fitted_to), spread)
     for kind in OpKind:
         of_kind = [s for s in ops if s.kind is kind]
@@ -192,7 +192,7 @@ def calibrated(
             figures.append(Figure(key, len(of_kind), old, new, *spreads))
     if issued:
         fitted = _with_links(hardware, issued)
-        of_issued = _collectives_apart(hardware, issued)
+        of_issued = _collectives_held_out(hardware, issued)
         figures += _link_figures(hardware, fitted, issued, of_issued)
         hardware = fitted
     if samples.overlaps:
@@ -238,7 +238,7 @@ def _folds(
         yield chosen, others
 
 
-def _predicted_apart(
+def _predicted_held_out(
     base: Hardware, hardware: Hardware, ops: list[OpSample]
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Return what is predicted of each op, by id, from the samples of other sizes of its kind: by
@@ -469,7 +469,7 @@ def _with_bandwidth(hardware: Hardware, link: str, factor: float) -> Hardware:
     return replace(hardware, **changes)
 
 
-def _collectives_apart(
+def _collectives_held_out(
     hardware: Hardware, issued: list[CollectiveSample]
 ) -> list[tuple[CollectiveSample, float]]:
     """Return collectives with what is predicted of each from those of other groups and sizes;
@@ -494,7 +494,7 @@ def _link_figures(
     """Return the values of links that a fit changed.
 
     Args:
-        predicted: as `_collectives_apart`.
+        predicted: as `_collectives_held_out`.
     """
     spreads = (_spread((s, collective_seconds(s, before)) for s in issued), _spread(predicted))
     figures = []
