@@ -61,22 +61,22 @@ class FitRow:
 
 def compare(run: Published) -> Row:
     """Plan a run and compare it with what was published."""
-    found = predict(run)
+    prediction = predict(run)
     memory = run.memory_gib
     then, memory_then = run.then
     return Row(
         run=run.name,
         source=run.source,
         hardware=run.hardware,
-        kind=found.kind,
+        kind=prediction.kind,
         kept_back=run.kept_back,
         published=run.tokens_per_second,
-        predicted=found.tokens_per_second,
-        ratio=found.tokens_per_second / run.tokens_per_second,
+        predicted=prediction.tokens_per_second,
+        ratio=prediction.tokens_per_second / run.tokens_per_second,
         ratio_then=then,
         published_gib=memory,
-        predicted_gib=found.memory_gib,
-        memory_ratio=None if memory is None else found.memory_gib / memory,
+        predicted_gib=prediction.memory_gib,
+        memory_ratio=None if memory is None else prediction.memory_gib / memory,
         memory_ratio_then=memory_then,
     )
 
@@ -126,8 +126,8 @@ def write_errors(rows: Iterable[Row]) -> Path:
 
 def judge_fit(run: Fits) -> FitRow:
     """Plan a run and compare whether it fits its device."""
-    found = predict(run)
-    return FitRow(run.name, run.source, run.fits, found.fits_device, found.memory_gib)
+    prediction = predict(run)
+    return FitRow(run.name, run.source, run.fits, prediction.fits_device, prediction.memory_gib)
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:

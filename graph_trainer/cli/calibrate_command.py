@@ -168,9 +168,11 @@ def _measured(flags: argparse.Namespace, plan: Plan, base: Hardware) -> tuple[Sa
             f"{ranks} ranks shared {usable_processes()} cores: the profile holds for as many ranks "
             "on as many cores"
         )
-    left = len(ops) + len(issued) - len(failed) - len(samples.ops) - len(samples.collectives)
-    if left > 0:
-        notes.append(f"no time for {left} ops and collectives: raise --seconds {flags.seconds:g}")
+    untimed = len(ops) + len(issued) - len(failed) - len(samples.ops) - len(samples.collectives)
+    if untimed > 0:
+        notes.append(
+            f"no time for {untimed} ops and collectives: raise --seconds {flags.seconds:g}"
+        )
     return samples, notes
 
 

@@ -341,12 +341,12 @@ def _with_other_sizes(ops: list[OpSample]) -> list[OpSample]:
     The curve of the kind, which is of other ops, says little of how well such a point predicts.
     """
     curves = _samples_by_curve(ops)
-    left = []
+    predictable = []
     for sample in ops:
         alike = curves.get((sample.kind, sample.op, sample.dtype))
         if alike is None or len({s.size for s in alike}) > 1:
-            left.append(sample)
-    return left
+            predictable.append(sample)
+    return predictable
 
 
 def _check_peak(base: Hardware, hardware: Hardware) -> None:

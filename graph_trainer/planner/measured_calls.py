@@ -100,26 +100,26 @@ def op_calls(simulation: Simulation, base: Hardware, most: int) -> list[OpCall]:
     Args:
         most: how many to list.
     """
-    found: dict[str, OpCall] = {}
+    calls: dict[str, OpCall] = {}
     for node, cost in model_costs(simulation.joint, base).items():
         sample = sample_of(node, cost)
         if sample is None:
             continue
         args, kwargs = _arguments(node)
         key = f"{node.target} {args} {kwargs}"
-        if key in found:
-            call = found[key]
-            again = replace(call.sample, count=call.sample.count + 1)
-            found[key] = replace(call, sample=again)
+        if key in calls:
+            call = calls[key]
+            counted = replace(call.sample, count=call.sample.count + 1)
+            calls[key] = replace(call, sample=counted)
         else:
-            found[key] = OpCall(str(node.target), args, kwargs, sample)
+            calls[key] = OpCall(str(node.target), args, kwargs, sample)
 
     def share(call: OpCall) -> float:
         sample = call.sample
         least = base.launch_seconds * sample.launches
         return sample.count * max(sample.model_seconds, least)
 
-    return sorted(found.values(), key=share, reverse=True)[:most]
+    return sorted(calls.values(), key=share, reverse=True)[:most]
 
 
 def collective_calls(
@@ -134,7 +134,7 @@ def collective_calls(
     Returns:
         The calls, and the number of distinct collectives whose groups have more ranks.
     """
-    found: dict[tuple[object, ...], CollectiveCall] = {}
+    calls: dict[tuple[object, ...], CollectiveCall] = {}
     beyond: set[tuple[object, ...]] = set()
     for issued in simulation.collectives:
         args, kwargs = _arguments(issued.node)
@@ -143,10 +143,10 @@ def collective_calls(
             continue
         if max(issued.ranks) >= ranks:
             beyond.add(key)
-        elif key in found:
-            call = found[key]
-            again = replace(call.sample, count=call.sample.count + 1)
-            found[key] = replace(call, sample=again)
+        elif key in calls:
+            call = calls[key]
+            counted = replace(call.sample, count=call.sample.count + 1)
+            calls[key] = replace(call, sample=counted)
         else:
             sample = CollectiveSample(
                 kind=issued.kind,
@@ -157,12 +157,12 @@ def collective_calls(
                 seconds=0.0,
             )
             group = str(argument(issued.node, "group_name"))
-            found[key] = CollectiveCall(str(issued.node.target), args, kwargs, group, sample)
+            calls[key] = CollectiveCall(str(issued.node.target), args, kwargs, group, sample)
 
     def moved(call: CollectiveCall) -> int:
         return call.sample.count * (call.sample.input_bytes + call.sample.output_bytes)
 
-    return sorted(found.values(), key=moved, reverse=True)[:most], len(beyond)
+    return sorted(calls.values(), key=moved, reverse=True)[:most], len(beyond)
 
 
 def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

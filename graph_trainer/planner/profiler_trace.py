@@ -119,7 +119,7 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: it cannot be read, is cut off, or is no trace with ops.
     """
-    again = "name another file, or record the run again"
+    remedy = "name another file, or record the run again"
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
@@ -128,16 +128,16 @@ def read_trace(path: Path) -> Trace:
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise ConfigError(
             f"--trace {path}: the compressed file is cut off or damaged, as where a run ended as "
-            f"it wrote: {again}"
+            f"it wrote: {remedy}"
         ) from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"--trace {path}: not whole JSON (line {error.lineno}: {error.msg}), as where a run "
-            f"ended while it wrote: {again}"
+            f"ended while it wrote: {remedy}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--trace {path}: cannot be read: {reason}: {again}") from None
+        raise ConfigError(f"--trace {path}: cannot be read: {reason}: {remedy}") from None
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
         raise ConfigError(
@@ -388,10 +388,10 @@ def _overloads(name: str) -> list[Any]:
         return []
     # a graph cannot call the overload "from" of random_, a word of Python
     names = [overload for overload in packet.overloads() if not keyword.iskeyword(overload)]
-    found = [getattr(packet, overload) for overload in names]
+    overloads = [getattr(packet, overload) for overload in names]
     return [
         overload
-        for overload in found
+        for overload in overloads
         if not is_composite(overload) and not any(a.is_out for a in overload._schema.arguments)
     ]
 

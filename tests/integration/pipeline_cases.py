@@ -1,4 +1,4 @@
-"""Pipelines on real ranks beside the whole model on one stage, for test_pipeline.py."""
+"""Pipelines on real ranks beside the model on one stage, for test_pipeline.py."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def pipeline(
     batches = [torch.randn(2, 3, WIDTH, generator=generator) for _ in range(MICROBATCHES)]
     torch.manual_seed(0)
     all_blocks = {str(number): Block() for number in range(sum(blocks))}
-    whole = gt.simple_fsdp(Layers(copy.deepcopy(all_blocks)), data)
+    one_stage = gt.simple_fsdp(Layers(copy.deepcopy(all_blocks)), data)
     config = gt.PassConfig(reshard_after_forward=policy, pipeline_parallel=True)
     stages, first = [], 0
     for index, count in enumerate(blocks):
@@ -105,14 +105,14 @@ def pipeline(
     losses = step([(x,) for x, _ in batches], [{"target": y} for _, y in batches])
     expected = []
     for x, y in batches:
-        loss = loss_of(whole, x, target=y)
+        loss = loss_of(one_stage, x, target=y)
         loss.backward()
         expected.append(loss.detach())
     is_last = any(stage.is_last for stage in stages)
     differing = []
     if is_last and not torch.equal(torch.stack(losses), torch.stack(expected)):
         differing.append("loss")
-    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in one_stage.named_parameters()}
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
             if not torch.equal(local(parameter.grad), local(gradients[name])):

@@ -31,7 +31,8 @@ class PipelineStep:
 
     Args:
         stages: those of this rank; the other ranks of the group have the others.
-        schedule: the name of a schedule of torch.distributed.pipelining, one of SCHEDULES.
+        schedule: the name of a schedule of torch.distributed.pipelining, one of SCHEDULES. "1F1B"
+            and "GPipe" have one stage a rank.
         num_microbatches: of a step.
         on_gradients: called with a module and the gradients of a microbatch, by FQN.
 

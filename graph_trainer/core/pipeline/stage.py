@@ -12,7 +12,7 @@ from torch import nn
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
-from graph_trainer.core.graph.subclasses import Layout, with_stride, wrap
+from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
@@ -67,8 +67,9 @@ class GraphStage(StageBase):
         self._run_forward = compile_graph(self._halves.forward)
         self._run_backward = compile_graph(self._halves.backward)
         self._guard = Guard(self._halves.forward)
-        received = [(i, n) for i, n in joint.inputs_of(InputKind.BATCH) if i.name[:4] == "args"]
-        self._layouts = [spec.layout for spec, _ in received]
+        batch = joint.inputs_of(InputKind.BATCH)
+        received = [(spec, nodes) for spec, nodes in batch if spec.name.startswith("args[")]
+        self._received_specs = [spec for spec, _ in received]
         self._received_as = [value_of(node) for _, nodes in received for node in nodes]
         paths = joint.captured_call.batch.paths
         self._names = {path.partition("[")[0] for path in paths} - {"args"}
@@ -97,7 +98,8 @@ class GraphStage(StageBase):
         """
         if not self.is_first:
             parts = _as(self._received_as, self._received.pop(microbatch))
-            args = _wrapped(self._layouts, parts)
+            specs = with_parts(self._received_specs, parts)
+            args = [wrap(parts_of_tensor, spec.layout) for spec, parts_of_tensor in specs]
         kwargs = {name: kwargs[name] for name in self._names}
         values = self._guard.values(self._guard.tensors(self.submod, args, kwargs))
         saved = [values[place] for place in self._halves.inputs_read]
@@ -121,10 +123,10 @@ class GraphStage(StageBase):
         results = run_compiled(self._run_backward, self._halves.backward, values)
         gradients: Gradients = {}
         for spec, parts in with_parts(self._halves.backward.signature.outputs, results):
-            if spec.kind is OutputKind.INPUT_GRADIENT:
-                self._input_gradients.setdefault(microbatch, []).extend(parts)
-            else:
+            if spec.kind is OutputKind.GRADIENT:
                 gradients[spec.name] = output_tensor(spec, parts)
+            elif not self.is_first:
+                self._input_gradients.setdefault(microbatch, []).extend(parts)
         return gradients
 
     # --- what it sends and receives, called by torch's runtime --------------------------------
@@ -192,11 +194,3 @@ class GraphStage(StageBase):
 def _as(like: Sequence[torch.Tensor], parts: Parts) -> Parts:
     """Give what was received, which is contiguous, the strides of the capture."""
     return [with_stride(part, t.stride()) for t, part in zip(like, parts, strict=True)]
-
-
-def _wrapped(layouts: Sequence[Layout], parts: Parts) -> list[torch.Tensor]:
-    tensors = []
-    rest = iter(parts)
-    for layout in layouts:
-        tensors.append(wrap([next(rest) for _ in range(layout.num_tensors)], layout))
-    return tensors

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import typing
 from collections import Counter
 from typing import NamedTuple
-from typing import Protocol as Protocol_
 
 from torch import fx
 
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     """That link: the network's if the ranks are on several nodes."""
 
 
-class Sizes(Protocol_):
+class Sizes(typing.Protocol):
     """What the time of a collective depends on; a `Collective` has it."""
 
     @property
