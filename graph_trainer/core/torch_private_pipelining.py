@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import ScheduleGPipe, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleGPipe,
+    get_schedule_class,
+)
 from torch.distributed.pipelining.schedules import _Action as Action
 from torch.distributed.pipelining.schedules import _ComputationType as ActionKind
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as ScheduleRuntime
-from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase  # noqa: F401
+from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
 
 
 def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
@@ -64,6 +68,43 @@ def run_schedule(runtime: ScheduleRuntime, args: list[Any], kwargs: list[dict[st
         stage.has_backward = True
         stage.clear_runtime_states()
     runtime._step_microbatches(args, kwargs, return_outputs=False)
+
+
+def stages_of(schedule: Any) -> list[StageBase]:
+    """List the stages of this rank that a schedule of torch's runs."""
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+
+
+def run_modules(
+    schedule: Any,
+    args: list[Any],
+    kwargs: list[dict[str, Any]],
+    targets: list[torch.Tensor],
+    loss_kwargs: dict[str, Any],
+) -> list[torch.Tensor]:
+    """Run forward and backward of modules by a schedule of torch's, without graphs.
+
+    Args:
+        args, kwargs, targets: by microbatch.
+
+    Returns:
+        The losses of the microbatches, on the rank of the last stage; an empty list on others.
+    """
+    stages = stages_of(schedule)
+    for stage in stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    of_last = any(stage.is_last for stage in stages)
+    losses: list[torch.Tensor] = []
+    schedule._step_microbatches(
+        args,
+        kwargs,
+        targets if of_last else None,
+        losses if of_last else None,
+        return_outputs=False,
+        loss_kwargs=loss_kwargs,
+    )
+    return losses
 
 
 def receives_of(runtime: ScheduleRuntime, action: Action, *, forward: bool) -> list[dist.Work]:

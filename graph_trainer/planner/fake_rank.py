@@ -94,7 +94,9 @@ class FakeRank:
             (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence],
             of the part of a sequence that this rank has; and the keyword arguments of the model.
         """
-        inputs, labels = batch_of_zeros(self.config.training, "meta", self.parallel_dims.cp)
+        training = self.config.training
+        seq_len = training.seq_len // self.parallel_dims.cp
+        inputs, labels = batch_of_zeros(training.local_batch_size, seq_len, "meta")
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (inputs.pop("input"), labels, valid_tokens), inputs
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.names import unwrapped
+from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
@@ -39,7 +41,6 @@ from graph_trainer.titan.parallelize_context import (
 SUPPORTED: dict[str, bool | int | str] = {
     "training.enable_cpu_offload": False,
     "parallelism.spmd_backend": "partial_dtensor",
-    "parallelism.pipeline_parallel_degree": 1,
 }
 """Key -> the only value that sharding supports."""
 
@@ -119,7 +120,11 @@ def parallelize_decoder(
 
     def init_states(*, buffer_device: torch.device | None = None) -> None:
         # what the model writes are shards, with the same numbers on any mesh and under any policy
-        with sharded_parameters(), SameOnAnyMesh(), without_wrappers(model):
+        with (
+            sharded_parameters(),
+            SameOnAnyMesh(),
+            seeded_by_name(model, _seed_of_run(parallel_dims)),
+        ):
             initialize(buffer_device=buffer_device)  # type: ignore[operator]
 
     model.init_states = init_states  # type: ignore[assignment]
@@ -127,21 +132,38 @@ def parallelize_decoder(
 
 
 @contextlib.contextmanager
-def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """While entered, blocks are in the place of their checkpoint wrappers.
+def seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
+    """While entered, what a module of torchtitan's draws for its parameters depends on the seed and
+    its FQN alone, and on nothing that other modules have drawn.
 
-    torchtitan's `init_states` draws what is inside a wrapper after all its siblings, so that the
-    initial values of every block would depend on which blocks are wrapped.
+    So a stage of a pipeline begins with the values that the whole model has, and blocks with the
+    same values whether or not they are in checkpoint wrappers. Random generators are left as they
+    were.
     """
-    children = [(parent, *child) for parent in model.modules() for child in parent.named_children()]
-    wrapped = [entry for entry in children if unwrapped(entry[-1]) is not entry[-1]]
-    for parent, name, wrapper in wrapped:
-        parent.register_module(name, unwrapped(wrapper))
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, Module)]
+    device = next(model.parameters()).device
+
+    def seeded(name: str, draw: Callable[[], None]) -> None:
+        digest = hashlib.sha256(f"{seed} {clean_fqn(name)}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        draw()
+
+    for name, module in modules:
+        draw = module._init_self_parameters
+        module._init_self_parameters = partial(seeded, name, draw)  # type: ignore[method-assign]
     try:
-        yield
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            yield
     finally:
-        for parent, name, wrapper in wrapped:
-            parent.register_module(name, wrapper)
+        for _, module in modules:
+            del module._init_self_parameters  # the class has it again
+
+
+def _seed_of_run(dims: ParallelDims) -> int:
+    """Return the seed that all ranks share: torchtitan's `set_determinism` adds to it the rank's
+    place in a pipeline."""
+    stage = dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0
+    return (torch.initial_seed() - stage) % 2**64
 
 
 def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -> nn.Module:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 
 from graph_trainer.core.passes.pass_list import PassConfig
@@ -26,17 +25,15 @@ def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:
 
 
 def batch_of_zeros(
-    training: TrainingConfig, device: torch.device | str, context_parallel: int = 1
+    rows: int, seq_len: int, device: torch.device | str
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Make a batch with the shapes and dtypes of the text loaders'.
 
     Returns:
-        ({"input": ..., "positions": ...}, labels), each int64 [local batch, sequence], of the part
-        of a sequence that each of `context_parallel` ranks has.
+        ({"input": ..., "positions": ...}, labels), each int64 [rows, seq_len].
     """
-    shape = (training.local_batch_size, training.seq_len // context_parallel)
     inputs, positions, labels = (
-        torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3)
+        torch.zeros(rows, seq_len, dtype=torch.int64, device=device) for _ in range(3)
     )
     return {"input": inputs, "positions": positions}, labels
 

@@ -29,6 +29,7 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import describe_missing_ranks, failed_collective
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.torch_private_groups import default_store
+from graph_trainer.core.torch_private_pipelining import run_modules, stages_of
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
@@ -62,6 +63,7 @@ from graph_trainer.titan.memory_table_file import memory_table_to_toml
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans
 from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver
+from graph_trainer.titan.pipeline import Pipeline, sum_in_order
 from graph_trainer.titan.routing import RoutingRecorder
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 from graph_trainer.titan.validator import MakeStep, checked_validator
@@ -89,12 +91,15 @@ class GraphTrainer(Trainer):
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
         architecture = described(config)
         super().__init__(checked)
-        (self._model,) = self.model_parts
-        if config.model_spec is not None:
+        self._model = self.model_parts[-1]
+        """The model; of a pipeline the last of this rank's stages."""
+        is_pipeline = self.parallel_dims.pp_enabled
+        if config.model_spec is not None and not is_pipeline:
             self.metrics_processor.num_flops_per_token += flops_beyond_torchtitans(
                 config.model_spec.model, self._model, config.training.seq_len
             )
-        attach_loss(self.loss_fn, self._model)
+        if not is_pipeline or self.pp_has_last_stage:
+            attach_loss(self.loss_fn, self._model)
         self._routing: RoutingRecorder | None = None
         chunked = isinstance(self.loss_fn, ChunkedCrossEntropyLoss)
         if config.replaces_chunked_loss and not chunked and dist.get_rank() == 0:
@@ -106,7 +111,10 @@ class GraphTrainer(Trainer):
         self._guard = NonfiniteGuard(skips=config.training.nonfinite == "skip")
         self._microbatches = 0
         self.captured_step: StepFunction | None = None
-        """Runs forward and backward; None where torchtitan does, in mode "eager"."""
+        """Runs forward and backward; None in mode "eager", where torchtitan does, and of a
+        pipeline."""
+        self.pipeline: Pipeline | None = None
+        """Runs forward and backward of a pipeline; None in mode "eager"."""
         self.observer = RunObserver()
         """Watches the run; set before `train`."""
         make_validation: MakeStep | None = None
@@ -121,9 +129,12 @@ class GraphTrainer(Trainer):
             if file := getattr(config.metrics, "save_routing", None):
                 path = Path(config.dump_folder) / file
                 self._routing = RoutingRecorder(self._model, self.parallel_dims, path)
-            self.captured_step = self._make_step(
-                loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
-            )
+            if is_pipeline:
+                self.pipeline = self._make_pipeline()
+            else:
+                self.captured_step = self._make_step(
+                    loss_of_batch(self.loss_fn), check=self._check_first_graph
+                )
             make_validation = partial(self._make_step, backward=False)
         if config.validator.enable:
             self.validator: BaseValidator = checked_validator(
@@ -163,6 +174,36 @@ class GraphTrainer(Trainer):
             **options,
         )
 
+    def _make_pipeline(self) -> Pipeline:
+        """Make the pipeline that captures its stages, as `_make_step`."""
+        compile_config = self.config.compile
+        return Pipeline(
+            stages=stages_of(self.pp_schedule),
+            dims=self.parallel_dims,
+            loss_fn=self.loss_fn,
+            schedule=self.config.parallelism.pipeline_parallel_schedule,
+            num_microbatches=self.num_pipeline_parallel_microbatches,
+            passes=passes_of(
+                self.config,
+                self.parallel_dims,
+                device_memory=self._memory,
+                host_memory=self._memory.on_host,
+            ),
+            backend=compile_config.backend,
+            full_capture=compile_config.full_capture or None,
+            on_gradients=accumulate_gradients,
+            on_event=lambda line: logger.info(with_config_keys(line)),
+            on_report=self._reported,
+            check=self._check_first_graph,
+        )
+
+    def _check_first_graph(self, joint: JointGraph) -> None:
+        self.observer.first_graph(joint)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """List the parameters of the stages that this rank has."""
+        return [parameter for part in self.model_parts for parameter in part.parameters()]
+
     def _reported(self, joint: JointGraph, report: Report) -> None:
         """Write and show what the passes decided, and log the graph's numbers as metrics."""
         table = joint.decisions.get(plan_memory.name)
@@ -195,18 +236,22 @@ class GraphTrainer(Trainer):
                 f"{LIMIT_KEY} = 0: a step that needs more memory than there is runs all the same, "
                 f"and the system may kill it. Unset {LIMIT_KEY} to refuse such a step"
             )
-        return MemoryOfRun(self.device, self._model.parameters(), self.optimizers)
+        return MemoryOfRun(self.device, self._parameters(), self.optimizers)
 
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         """Run one microbatch and add its gradients to `.grad`, as torchtitan's method does.
 
         Args:
-            microbatch: `input_dict`, `labels` and `global_valid_tokens`.
+            microbatch: `input_dict`, `labels` and `global_valid_tokens`; of a pipeline lists of the
+                first two, for the microbatches of the schedule.
 
         Returns:
-            the loss.
+            the loss; of a pipeline the sum of its microbatches' on the ranks of the last stage, and
+            0 on others.
         """
-        if self.captured_step is None:
+        if self.parallel_dims.pp_enabled:
+            loss = self._run_pipeline(**microbatch)
+        elif self.captured_step is None:
             loss = super().forward_backward_step(**microbatch)
         else:
             loss = self._run_captured_step(self.captured_step, **microbatch)
@@ -224,6 +269,29 @@ class GraphTrainer(Trainer):
             loss, gradients = step(self._model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(self._model, gradients)
         self.observer.gradients_ready(self._model.parameters())
+        return loss
+
+    def _run_pipeline(
+        self, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(input_dict, list) and isinstance(labels, list)
+        microbatches = [
+            self.post_dataloading_process(*microbatch)
+            for microbatch in zip(input_dict, labels, strict=True)
+        ]
+        with self.train_context(), self.observer.microbatch():
+            if self.pipeline is not None:
+                loss = self.pipeline(microbatches, global_valid_tokens)
+            else:
+                losses = run_modules(
+                    self.pp_schedule,
+                    [(inputs,) for inputs, _, _ in microbatches],
+                    [extra for _, _, extra in microbatches],
+                    [labels for _, labels, _ in microbatches],
+                    {"global_valid_tokens": global_valid_tokens},
+                )
+                loss = sum_in_order(losses, self.device)
+        self.observer.gradients_ready(self._parameters())
         return loss
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -260,34 +328,41 @@ class GraphTrainer(Trainer):
         training, dims = self.config.training, self.parallel_dims
         self.optimizers.zero_grad(set_to_none=training.disable_cuda_graphs)
         rates = self.lr_schedulers.get_metrics()
-        microbatches = []
+        batches = []
+        """Of each call of forward and backward, the batches of its microbatches."""
         local_tokens = torch.zeros((), dtype=torch.int64)
         for _ in range(self.gradient_accumulation_steps):
-            with sl.log_trace_span("fetching_batch"):
-                microbatches.append(next(data_iterator))
-            local_tokens += (microbatches[-1][1] != IGNORE_INDEX).sum()
+            microbatches = []
+            for _ in range(self.num_pipeline_parallel_microbatches):
+                with sl.log_trace_span("fetching_batch"):
+                    microbatches.append(next(data_iterator))
+                local_tokens += (microbatches[-1][1] != IGNORE_INDEX).sum()
+            batches.append(microbatches)
         sl.log_trace_scalar({"local_valid_tokens": int(local_tokens)})
         local_tokens = local_tokens.to(self.device)
         batch_mesh = dims.get_mesh("batch") if dims.dp_enabled else None
         valid_tokens = dist_utils.dist_sum_tensor(local_tokens, batch_mesh)
 
         loss = torch.zeros((), device=self.device)
-        while microbatches:
-            inputs, labels = microbatches.pop(0)
-            for name, value in inputs.items():  # in place: what is replaced below can be freed
-                inputs[name] = value.to(self.device) if isinstance(value, torch.Tensor) else value
-            del value
-            loss_of_microbatch = self.forward_backward_step(
-                input_dict=inputs, labels=labels.to(self.device), global_valid_tokens=valid_tokens
+        while batches:
+            inputs, labels = self._on_device(batches.pop(0))
+            loss_of_call = self.forward_backward_step(
+                input_dict=inputs if dims.pp_enabled else inputs[0],
+                labels=labels if dims.pp_enabled else labels[0],
+                global_valid_tokens=valid_tokens,
             )
-            loss = loss + local_tensor(loss_of_microbatch.detach())
+            loss = loss + local_tensor(loss_of_call.detach())
 
         logs = self.metrics_processor.should_log(self.step)
         with sl.log_trace_span("optim"):
-            parameters = list(self._model.parameters())
+            parameters = self._parameters()
             norm_here = local_norm(parameters)
             norm = dist_utils.clip_grad_norm_(
-                parameters, training.max_norm, foreach=True, ep_enabled=dims.ep_enabled
+                parameters,
+                training.max_norm,
+                foreach=True,
+                pp_mesh=dims.get_optional_mesh("pp"),
+                ep_enabled=dims.ep_enabled,
             )
             self._guard.see(
                 self.step, loss=loss, local_norm=norm_here, norm=norm, valid_tokens=valid_tokens
@@ -299,6 +374,16 @@ class GraphTrainer(Trainer):
                 self.lr_schedulers.step()
         if logs:
             self._log(loss, norm, local_tokens, valid_tokens, rates)
+
+    def _on_device(
+        self, microbatches: list[tuple[dict[str, Any], torch.Tensor]]
+    ) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+        """Move the inputs and labels of microbatches to the device."""
+        for inputs, _ in microbatches:
+            for name, value in inputs.items():  # in place: what is replaced can be freed
+                inputs[name] = value.to(self.device) if isinstance(value, torch.Tensor) else value
+        labels = [labels.to(self.device) for _, labels in microbatches]
+        return [inputs for inputs, _ in microbatches], labels
 
     def _is_saved(self) -> bool:
         """Return whether this step ends with a checkpoint."""
@@ -391,7 +476,7 @@ class GraphTrainer(Trainer):
                 f"{self._guard.skipped} steps of this run were skipped, since their gradients were "
                 "not finite (training.nonfinite): look at the warnings of these steps"
             )
-        self.observer.finished(self._model.parameters(), self.optimizers)
+        self.observer.finished(self._parameters(), self.optimizers)
 
     def _prepare_first_graph(self) -> None:
         """Capture the train step for the batches that the config gives, and compare the ranks.
@@ -399,19 +484,23 @@ class GraphTrainer(Trainer):
         What a step is refused for is then refused before a checkpoint is loaded, a batch is read
         or anything trains. A loader of a user's own may give other batches: its first one does it.
         """
-        if not isinstance(self.captured_step, TrainStep):
+        if self.pipeline is None and not isinstance(self.captured_step, TrainStep):
             return
         if self.device.type == "cpu":
             check_compiler(self.config.compile.backend)
         if not isinstance(self.dataloader, (TextDataLoader, HuggingFaceTextDataLoader)):
             return
         state = self.state_dict()
-        batch = batch_of_zeros(self.config.training, self.device)
+        rows = self.config.training.local_batch_size // self.num_pipeline_parallel_microbatches
+        batch = batch_of_zeros(rows, self.config.training.seq_len, self.device)
         inputs, labels, extra = self.post_dataloading_process(*batch)
         self.load_state_dict(state)  # torchtitan has counted the zeros as tokens seen
         valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         with self._naming_who_is_missing(), self.train_context():
-            self.captured_step.prepare(self._model, inputs, labels, valid_tokens, **extra)
+            if self.pipeline is not None:
+                self.pipeline.prepare((inputs, labels, extra), valid_tokens)
+            elif isinstance(self.captured_step, TrainStep):
+                self.captured_step.prepare(self._model, inputs, labels, valid_tokens, **extra)
 
 
 def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
@@ -441,10 +530,12 @@ def losses_over_ranks(
     data ranks without labels have no mean. All ranks call it together.
 
     Args:
-        loss: this rank's, divided by `valid_tokens`.
+        loss: this rank's, divided by `valid_tokens`; 0 on ranks without the last stage of a
+            pipeline.
         local_tokens: the labels that count of this data rank's sequences.
         valid_tokens: the same over all data ranks.
     """
+    loss = dist_utils.dist_sum_tensor(loss, parallel_dims.get_optional_mesh("pp"))
     mean = dist_utils.dist_sum(loss, parallel_dims.get_optional_mesh("loss"))
     of_data_rank = dist_utils.dist_sum_tensor(loss, parallel_dims.get_optional_mesh("cp"))
     local_mean = of_data_rank * valid_tokens / local_tokens

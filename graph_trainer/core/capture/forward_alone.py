@@ -14,7 +14,8 @@ from graph_trainer.core.capture.tracing.trace import LossFn, Step
 from graph_trainer.core.graph.annotations import loss_gradient_of, set_input_name, value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import ModelOutputs, scalar_loss
-from graph_trainer.core.graph.signature import Input, InputKind, OutputKind
+from graph_trainer.core.graph.signature import Input, InputKind, OutputKind, with_parts
+from graph_trainer.core.graph.subclasses import wrap
 
 
 def capture_forward(
@@ -97,6 +98,39 @@ def capture_stage(
     )
     joint = capture_step(step, full_capture)
     return joint if loss_fn else _with_gradients_as_inputs(joint, outputs)
+
+
+def capture_outputs(
+    module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[torch.Tensor]:
+    """Return what a module would return for a batch: its tensors, without storage.
+
+    Args:
+        module, args, kwargs: as of `capture_stage`.
+
+    Raises:
+        CaptureError: as of `capture`; or the module returns no tensor.
+    """
+    step = Step(
+        model=module,
+        loss_fn=_call,
+        args=args,
+        kwargs=dict(kwargs or {}),
+        backward=False,
+        meta_as="meta",
+        returned=ModelOutputs(),
+    )
+    return output_tensors(capture_step(step))
+
+
+def output_tensors(joint: JointGraph) -> list[torch.Tensor]:
+    """Return the tensors, without storage, that the model of a graph returns."""
+    outputs = with_parts(joint.signature.outputs, joint.output_values())
+    return [
+        wrap([value_of(node) for node in nodes], spec.layout)
+        for spec, nodes in outputs
+        if spec.kind is OutputKind.OUTPUT
+    ]
 
 
 def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

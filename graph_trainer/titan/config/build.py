@@ -98,6 +98,8 @@ _AT_LEAST_ONE = (
     *("training.steps", "training.local_batch_size", "training.seq_len", "training.gc_freq"),
     *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
     *("parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"),
+    *("parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_microbatch_size"),
+    "parallelism.pipeline_parallel_layers_per_stage",
     *("metrics.log_freq", "checkpoint.interval", "validator.freq", "profiler.profile_freq"),
     *("lr_scheduler.total_steps", "compile.max_graphs"),
 )
@@ -153,7 +155,6 @@ _ONLY: dict[str, tuple[bool | int | str, str]] = {
     ),
     "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
     **{key: (value, _NOT_SHARDED) for key, value in SUPPORTED.items()},
-    "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
 }
 """Key -> the only value that works, and why."""
 

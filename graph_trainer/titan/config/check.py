@@ -36,6 +36,7 @@ from graph_trainer.titan.config.check_parallelism import (
     expert_parallel_problems,
     imbalance_problems,
 )
+from graph_trainer.titan.config.check_pipeline import pipeline_problems
 from graph_trainer.titan.config.check_text import text_problems
 from graph_trainer.titan.config.core_settings import key_and_problem
 from graph_trainer.titan.config.remedies import GUESS, show, wrong_type
@@ -79,10 +80,12 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     parallelism = config.parallelism
     experts = parallelism.expert_parallel_degree
     ranks_per_batch = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    ranks_per_batch *= parallelism.pipeline_parallel_degree
     fixed = parallelism.data_parallel_replicate_degree * ranks_per_batch
     shards = parallelism.data_parallel_shard_degree
     if shards < 1:
-        multiple = experts // math.gcd(experts, ranks_per_batch)
+        of_stage = ranks_per_batch // parallelism.pipeline_parallel_degree
+        multiple = experts // math.gcd(experts, of_stage)
         shards = multiple * -(-max(1, 2 // fixed) // multiple)
     return fixed * shards
 
@@ -116,6 +119,7 @@ def check_config(
         *_model_problems(config),
         *expert_parallel_problems(config, world_size),
         *imbalance_problems(config),
+        *pipeline_problems(config),
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
@@ -185,10 +189,14 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
     replicate = parallelism.data_parallel_replicate_degree
     tensor = parallelism.tensor_parallel_degree
     fixed = replicate * tensor * parallelism.context_parallel_degree
+    fixed *= parallelism.pipeline_parallel_degree
     if world_size is not None:
         degrees = (
             f"{degree}_degree"
-            for degree in ("data_parallel_replicate", "tensor_parallel", "context_parallel")
+            for degree in (
+                *("data_parallel_replicate", "tensor_parallel", "context_parallel"),
+                "pipeline_parallel",
+            )
         )
         names = [name for name in degrees if getattr(parallelism, name) != 1]
         key = "data_parallel_shard_degree"

@@ -120,7 +120,7 @@ def expert_parallel_problems(
     replicate = parallelism.data_parallel_replicate_degree
     context, shards = parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree
     if world_size is not None:
-        shards = world_size // (replicate * tensor * context)
+        shards = world_size // (replicate * tensor * context * parallelism.pipeline_parallel_degree)
     ranks = shards * tensor * context
     if shards != -1 and ranks % degree:
         yield Problem(

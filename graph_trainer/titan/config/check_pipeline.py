@@ -1,0 +1,143 @@
+"""Check that a model can be split into the stages of a pipeline, and its schedule can run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from graph_trainer.core.pipeline.schedule import SCHEDULES
+from graph_trainer.titan.config.remedies import show
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.sources import Problem
+from graph_trainer.titan.routing import SAVE_ROUTING
+
+DEGREE = "parallelism.pipeline_parallel_degree"
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+_BATCH = "training.local_batch_size"
+
+
+def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Check the keys of a pipeline against each other, the batch and the model."""
+    parallelism, spec = config.parallelism, config.model_spec
+    if parallelism.pipeline_parallel_degree == 1 or spec is None:
+        return
+    model = f"{spec.name} {spec.flavor}"
+    for problem in _of_model(spec):
+        yield Problem(DEGREE, f"{model} {problem}", "Set it to 1, or train another model.")
+        return
+    unsupported = (
+        ("compile.mode", config.compile.mode == "partitioned", "aot_fx_trace"),
+        ("validator.enable", config.validator.enable, False),
+        (SAVE_ROUTING, getattr(config.metrics, "save_routing", None) is not None, None),
+        ("parallelism.pipeline_parallel_schedule_csv", bool(_csv(config)), ""),
+    )
+    for key, is_set, wanted in unsupported:
+        if is_set:
+            problem = f"not supported with {DEGREE} = {parallelism.pipeline_parallel_degree}"
+            remedy = f"Set {key} = {show(wanted)}." if wanted is not None else "Leave it out."
+            yield Problem(key, problem, remedy, (DEGREE,))
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule not in SCHEDULES:
+        names = ", ".join(show(name) for name in SCHEDULES)
+        yield Problem(_SCHEDULE, "no schedule that graph_trainer runs", f"Set one of {names}.")
+        return
+    yield from _batch_problems(config)
+    yield from _stage_problems(config, len(spec.model.layers))
+
+
+def _csv(config: GraphTrainerConfig) -> str | None:
+    return config.parallelism.pipeline_parallel_schedule_csv
+
+
+def _of_model(spec: Any) -> Iterator[str]:
+    """Yield why a model cannot be split."""
+    if spec.pipelining_fn is None or not hasattr(spec.model, "layers"):
+        yield "cannot be split into stages: its ModelSpec has no pipelining_fn"
+    elif getattr(spec.model, "enable_weight_tying", False):
+        yield "has one weight for embedding and output head, which torchtitan does not split"
+    elif getattr(spec.model, "mtp_layers", None):
+        yield "predicts several tokens, by layers that torchtitan's split leaves out"
+
+
+def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    parallelism, rows = config.parallelism, config.training.local_batch_size
+    size, degree = (
+        parallelism.pipeline_parallel_microbatch_size,
+        parallelism.pipeline_parallel_degree,
+    )
+    if rows % size:
+        problem = f"not a multiple of {_MICROBATCH} = {size}, the rows of a microbatch"
+        remedy = f"Set it to a multiple of {size}, or lower {_MICROBATCH}."
+        yield Problem(_BATCH, problem, remedy, (_MICROBATCH,))
+        return
+    microbatches = rows // size
+    schedule = parallelism.pipeline_parallel_schedule
+    if schedule == "1F1B" and microbatches < degree:
+        yield Problem(
+            _BATCH,
+            f'{microbatches} microbatches of {_MICROBATCH} = {size}, and "1F1B" needs one for each '
+            f"of the {degree} stages",
+            f"Set it to {degree * size} or more, or lower {_MICROBATCH}.",
+            (_MICROBATCH, DEGREE),
+        )
+    # of torch's looped schedules: as many microbatches in each round
+    rounds = max(1, microbatches // degree)
+    if schedule not in ("1F1B", "GPipe") and microbatches % rounds:
+        yield Problem(
+            _BATCH,
+            f"{microbatches} microbatches, which {schedule} runs in {rounds} rounds of as many",
+            f"Set it to a multiple of {degree * size}.",
+            (_SCHEDULE, DEGREE),
+        )
+
+
+def _stage_problems(config: GraphTrainerConfig, num_layers: int) -> Iterator[Problem]:
+    """Check the number of stages, as torchtitan counts them."""
+    parallelism = config.parallelism
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+    wanted = "one stage" if is_single else "two stages or more"
+    split = parallelism.module_fqns_per_model_part
+    if split is not None:
+        key, stages = "parallelism.module_fqns_per_model_part", len(split)
+        value, remedy = (
+            f"{stages} stages",
+            f"Name the modules of {degree * (1 if is_single else 2)}",
+        )
+        if stages % degree or (stages == degree) != is_single:
+            yield Problem(
+                key,
+                f"{schedule} has {wanted} on each of {degree} ranks",
+                f"{remedy} stages.",
+                (_SCHEDULE, DEGREE),
+                value,
+            )
+        return
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    weighted = num_layers + first + last
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    stages = degree * (1 if is_single else 2)
+    if per_stage is not None:
+        stages = math.ceil(weighted / per_stage)
+        if stages % degree or (stages == degree) != is_single:
+            yield Problem(
+                "parallelism.pipeline_parallel_layers_per_stage",
+                f"makes {stages} stages of {num_layers} layers, and {schedule} has {wanted} on "
+                f"each of {degree} ranks",
+                "Leave it out for as many layers in each stage.",
+                (_SCHEDULE, DEGREE),
+            )
+            return
+    if stages > weighted or weighted // stages < max(first, last):
+        yield Problem(
+            DEGREE,
+            f"makes {stages} stages of {num_layers} layers, with the embedding counted as {first} "
+            f"and the head as {last}",
+            f"Set it to {weighted // (2 if not is_single else 1)} or less, or train more layers.",
+            (_SCHEDULE,),
+        )

@@ -1,0 +1,257 @@
+"""Pipeline parallelism in the trainer: the stages of this rank, captured and run by a schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+
+from graph_trainer.core.capture.forward_alone import (
+    capture_outputs,
+    capture_stage,
+    output_tensors,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.ordering.agreement import Agreement
+from graph_trainer.core.passes.pass_list import PassConfig
+from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.passes.report import Report
+from graph_trainer.core.pipeline.schedule import PipelineStep
+from graph_trainer.core.pipeline.stage import GraphStage
+from graph_trainer.core.runtime.step import Gradients
+from graph_trainer.core.torch_private_pipelining import StageBase
+from graph_trainer.errors import CaptureError
+from graph_trainer.titan.step_inputs import loss_of_batch
+
+Microbatch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+"""Inputs and labels, int64 [microbatch, sequence], and what else the model takes."""
+
+
+class PassedOn(NamedTuple):
+    """The tensor that a stage passes on to the next one, as a message between ranks."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    mesh_dims: tuple[str, ...]
+    """The dimensions of the mesh that it is distributed over; empty for a plain tensor."""
+    placements: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> PassedOn:
+        """Describe a tensor."""
+        common = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if not isinstance(tensor, DTensor):
+            return cls(*common, common[0], (), ())
+        local_shape = tuple(tensor.to_local().shape)
+        dims = tuple(tensor.device_mesh.mesh_dim_names or ())
+        return cls(*common, local_shape, dims, tensor.placements)
+
+    def zeros(self, dims: ParallelDims, device: torch.device) -> torch.Tensor:
+        """Make such a tensor on this rank."""
+        local = torch.zeros(self.local_shape, dtype=self.dtype, device=device)
+        if not self.mesh_dims:
+            return local
+        mesh = dims.get_mesh(list(self.mesh_dims))
+        return DTensor.from_local(
+            *(local, mesh, self.placements),
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    """Forward and backward of a step's microbatches, on the stages that this rank has.
+
+    The stages are captured once, on all ranks together, for microbatches of one shape. A stage may
+    pass on one tensor, and all stages pass on tensors of one shape, dtype and placement.
+    """
+
+    stages: Sequence[StageBase]
+    """Where torchtitan's split has put the modules of this rank."""
+    dims: ParallelDims
+    loss_fn: Callable[..., Any]
+    """torchtitan's: see `loss_of_batch`."""
+    schedule: str
+    num_microbatches: int
+    passes: PassConfig
+    backend: str
+    full_capture: bool | None
+    on_gradients: Callable[[nn.Module, Gradients], None]
+    """As of `PipelineStep`."""
+    on_event: Callable[[str], None]
+    """Called with a line before each part of the work that may take seconds."""
+    on_report: Callable[[JointGraph, Report], None]
+    """Called with the graph of a stage and the report of its passes."""
+    check: Callable[[JointGraph], None]
+    """Called with the graph of a stage after its passes, before any of its collectives runs."""
+    _step: PipelineStep | None = field(default=None, init=False)
+
+    def __call__(
+        self, microbatches: Sequence[Microbatch], global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Run forward and backward; return the sum of the losses, 0 on ranks without the last
+        stage.
+
+        Raises:
+            CaptureError: a stage cannot be captured, or was captured for other microbatches.
+            VerificationError: ranks with the same stage have other graphs, or another rank failed.
+        """
+        if self._step is None:
+            self.prepare(microbatches[0], global_valid_tokens)
+        assert self._step is not None
+        losses = self._step(
+            [(inputs,) for inputs, _, _ in microbatches],
+            [
+                extra | {"labels": labels, "global_valid_tokens": global_valid_tokens}
+                for _, labels, extra in microbatches
+            ],
+        )
+        return sum_in_order(losses, global_valid_tokens.device)
+
+    def prepare(self, microbatch: Microbatch, global_valid_tokens: torch.Tensor) -> None:
+        """Capture the stages for microbatches like this one, and compile them; errors as of a
+        call."""
+        if self._step is not None:
+            return
+        of_all_ranks = Agreement()
+        with of_all_ranks.errors_sent("capture its stages"):
+            received = self._passed_on(of_all_ranks, microbatch)
+            of_stage = self._ranks_of_these_stages()
+            captured = [
+                self._captured(stage, received, microbatch, global_valid_tokens, of_stage)
+                for stage in self.stages
+            ]
+            self._step = PipelineStep(
+                captured, self.schedule, self.num_microbatches, self.on_gradients
+            )
+        of_all_ranks.gather(None, "capture its stages")
+
+    def _passed_on(self, of_all_ranks: Agreement, microbatch: Microbatch) -> PassedOn:
+        """Return what stages pass on, which the ranks with the first stage find out."""
+        found: PassedOn | None = None
+        first = self.stages[0]
+        if first.is_first:
+            inputs, _, extra = microbatch
+            outputs = capture_outputs(first.submod, (inputs,), extra)
+            if len(outputs) != 1:
+                raise CaptureError(
+                    f"{type(first.submod).__name__} passes on {len(outputs)} tensors from its "
+                    "first stage to the second, and a pipeline passes on one: set "
+                    "parallelism.pipeline_parallel_degree = 1"
+                )
+            found = PassedOn.of(outputs[0])
+        by_rank = dict(zip(of_all_ranks.ranks, of_all_ranks.gather((found,)), strict=True))
+        ranks = dist.get_process_group_ranks(self.dims.get_mesh("pp").get_group())
+        passed_on = by_rank[ranks[0]][0]
+        assert passed_on is not None, "the first rank of a pipeline has the first stage"
+        return passed_on
+
+    def _ranks_of_these_stages(self) -> dist.ProcessGroup:
+        """Make the group of the ranks that have the same stages as this one."""
+        pp = self.dims.get_mesh("pp")
+        shape = (pp.size(), dist.get_world_size() // pp.size())
+        mesh = init_device_mesh(pp.device_type, shape, mesh_dim_names=("pp", "stage"))
+        # torchtitan's outermost dimension
+        assert mesh["pp"].mesh.tolist() == pp.mesh.tolist()
+        return mesh["stage"].get_group()
+
+    def _captured(
+        self,
+        stage: StageBase,
+        received: PassedOn,
+        microbatch: Microbatch,
+        global_valid_tokens: torch.Tensor,
+        of_stage: dist.ProcessGroup,
+    ) -> GraphStage:
+        inputs, labels, extra = microbatch
+        name = f"stage {stage.stage_index} of {stage.num_stages}"
+        self.on_event(f"Capturing {name}")
+        taken = inputs if stage.is_first else received.zeros(self.dims, inputs.device)
+        kwargs: Mapping[str, Any] = extra
+        if stage.is_last:
+            kwargs = extra | {"labels": labels, "global_valid_tokens": global_valid_tokens}
+        start = time.perf_counter()
+        joint = capture_stage(
+            *(stage.submod, (taken,), kwargs),
+            loss_fn=loss_of_stage(self.loss_fn) if stage.is_last else None,
+            full_capture=self.full_capture,
+        )
+        captured = time.perf_counter()
+        self._check_passed_on(stage, joint, received)
+        self.on_event(f"Running the passes of {name}")
+        agreement = Agreement(of_stage)
+        with agreement.errors_sent(f"run the passes of {name}"):
+            report = run_passes(joint, self.passes, agreement=agreement)
+            report.rows[0] = replace(report.rows[0], seconds=captured - start)
+            self.check(joint)
+        passed = time.perf_counter()
+        runnable = GraphStage(
+            *(joint, stage.submod, self.backend),
+            index=stage.stage_index,
+            num_stages=stage.num_stages,
+            group=stage.group,
+            data_group=of_stage,
+        )
+        self.on_event(
+            f"{name}: {report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
+            f"{passed - captured:.1f} s, order check and backend '{self.backend}' "
+            f"{time.perf_counter() - passed:.1f} s"
+        )
+        self.on_report(joint, report)
+        return runnable
+
+    def _check_passed_on(self, stage: StageBase, joint: JointGraph, received: PassedOn) -> None:
+        if stage.is_last:
+            return
+        found = [PassedOn.of(tensor) for tensor in output_tensors(joint)]
+        if found != [received]:
+            raise CaptureError(
+                f"stage {stage.stage_index} passes on {found}, and the first one {received}: all "
+                "stages must pass on the same. Split the model where its tensors are alike "
+                "(parallelism.module_fqns_per_model_part)"
+            )
+
+
+def loss_of_stage(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Make the function of the last stage that is captured from torchtitan's loss.
+
+    Args:
+        loss_fn: as of `loss_of_batch`.
+
+    Returns:
+        `f(module, received, labels=..., global_valid_tokens=..., **extra)` -> scalar loss.
+    """
+    of_batch = loss_of_batch(loss_fn)
+
+    def loss(
+        module: nn.Module,
+        received: torch.Tensor,
+        *,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        **extra: Any,
+    ) -> torch.Tensor:
+        return of_batch(module, received, labels, global_valid_tokens, **extra)
+
+    return loss
+
+
+def sum_in_order(losses: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Add the losses of microbatches one after the other, as without a pipeline; 0 if there are
+    none."""
+    total = torch.zeros((), device=device)
+    for loss in losses:
+        total = total + loss
+    return total
