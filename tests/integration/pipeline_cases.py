@@ -1,9 +1,10 @@
-"""Pipelines on real ranks beside the model on one stage, for test_pipeline.py."""
+"""Pipelines on real ranks, eager and captured, and beside one stage, for test_pipeline.py."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,77 @@ from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
+from tests.integration.matrix import (
+    BF16,
+    DEEPSEEK_V3,
+    FP32,
+    Flags,
+    context,
+    replicate,
+    rows,
+    shard,
+    tensor,
+)
+from tests.integration.recorded import EAGER, Recorded, differing
 
 MICROBATCHES = 6
 WIDTH = 6
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model that torchtitan's split divides into stages, trained eagerly and captured."""
+
+    ranks: int
+    flags: Flags
+    beside_one_stage: bool = False
+    """Whether it is compared with the ranks of one stage that have the whole model."""
+
+    @property
+    def degree(self) -> int:
+        degree: int = self.flags[_DEGREE]
+        return degree
+
+    @property
+    def one_stage(self) -> Flags:
+        """Flags of the same microbatches, accumulated without a pipeline."""
+        flags = {k: v for k, v in self.flags.items() if "pipeline" not in k}
+        sequences = self.flags["training.local_batch_size"]
+        data_ranks = self.flags["parallelism.data_parallel_shard_degree"]
+        return flags | rows(1) | {"training.global_batch_size": sequences * data_ranks}
+
+
+_DEGREE = "parallelism.pipeline_parallel_degree"
+
+
+def pipeline_of(degree: int, schedule: str) -> Flags:
+    # clipping would multiply by a norm whose last bits depend on the order of the stages
+    unclipped: Flags = {"training.max_norm": 1e9}
+    return unclipped | {_DEGREE: degree, "parallelism.pipeline_parallel_schedule": schedule}
+
+
+PIPELINES = {
+    "pp2_fsdp2": Pipeline(
+        4, pipeline_of(2, "1F1B") | shard(2) | rows(4) | FP32, beside_one_stage=True
+    ),
+    "pp2_cp2_interleaved": Pipeline(
+        4, pipeline_of(2, "Interleaved1F1B") | shard(1) | context(2) | rows(4) | FP32
+    ),
+    "pp2_fsdp2_tp2": Pipeline(8, pipeline_of(2, "1F1B") | shard(2) | tensor(2) | rows(3) | FP32),
+    "pp4_ddp2_gpipe": Pipeline(
+        8, pipeline_of(4, "GPipe") | replicate(2) | shard(1) | rows(5) | BF16
+    ),
+    "pp2_ep2_tp2": Pipeline(
+        8,
+        DEEPSEEK_V3.flags
+        | pipeline_of(2, "1F1B")
+        | shard(2)
+        | tensor(2)
+        | {"parallelism.expert_parallel_degree": 2}
+        | rows(2)
+        | FP32,
+    ),
+}
 
 
 class Block(nn.Module):
@@ -122,3 +191,54 @@ def pipeline(
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _one_stage_file(folder: Path, name: str, data_rank: int) -> Path:
+    return folder / f"one_stage_{name}_{data_rank}.pt"
+
+
+def one_stage(folder: Path, name: str) -> None:
+    """Train the whole model on every rank with the microbatches of a pipeline, eagerly."""
+    recorded = Recorded(PIPELINES[name].one_stage | EAGER, folder).run()
+    rank = recorded.trainer.parallel_dims.get_mesh("fsdp").get_local_rank()
+    payload = {"losses": recorded.losses, "gradients": recorded.gradients}
+    torch.save(payload, _one_stage_file(folder, name, rank))
+    recorded.close()
+
+
+def train(folder: Path, name: str) -> dict[str, Any]:
+    """Train a pipeline eagerly and captured, and say where they differ."""
+    case = PIPELINES[name]
+    eager = Recorded(case.flags | EAGER, folder).run()
+    captured = Recorded(case.flags, folder).run()
+    result = {
+        "differing": differing(eager, captured),
+        "parameters": sorted(name for name, _ in captured.parameters()),
+        "gradients": sorted(captured.gradients[-1]),
+        "losses": [float(loss) for loss in captured.losses],
+        "is_last": captured.trainer.pp_has_last_stage,
+    }
+    if case.beside_one_stage:
+        result["beside_one_stage"] = beside_one_stage(folder, name, captured)
+    for recorded in (eager, captured):
+        recorded.close()
+    return result
+
+
+def beside_one_stage(folder: Path, name: str, captured: Recorded) -> list[str]:
+    """Where a pipeline's gradients and losses are not those of one stage, bit by bit."""
+    data_rank = captured.trainer.parallel_dims.get_mesh("fsdp").get_local_rank()
+    whole = torch.load(_one_stage_file(folder, name, data_rank))
+    found = []
+    for step, gradients in enumerate(captured.gradients):
+        found += [
+            f"gradient of {parameter} in step {step}"
+            for parameter, gradient in gradients.items()
+            if not torch.equal(gradient, whole["gradients"][step][parameter])
+        ]
+        total = torch.zeros(())
+        for loss in whole["losses"][step]:
+            total = total + loss
+        if captured.trainer.pp_has_last_stage and captured.losses[step].item() != total.item():
+            found.append(f"loss of step {step}")
+    return found

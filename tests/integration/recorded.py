@@ -60,7 +60,8 @@ class Recorded:
         self.batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def parameters(self) -> list[tuple[str, DTensor]]:
-        named = self.trainer.model_parts[0].named_parameters()
+        """Those of this rank; of a pipeline those of its stages."""
+        named = (entry for part in self.trainer.model_parts for entry in part.named_parameters())
         return [(clean_fqn(name), parameter) for name, parameter in named]
 
     def joint(self) -> JointGraph:
