@@ -9,6 +9,7 @@ CUDA does not survive a fork, and there torchrun starts each.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -23,11 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
 import graph_trainer as gt
 from graph_trainer.train import leave
 from tests.integration.launch import report
+
+# A job that waits for ever ends its launch, and the stacks of its ranks say where it waited.
+SECONDS_OF_A_JOB = 400
+
+# Threads of a rank between two jobs, those of the group of all ranks among them.
+MOST_THREADS = 40
 
 
 def run(job: str, folder: Path) -> Any:
@@ -38,13 +45,16 @@ def run(job: str, folder: Path) -> Any:
 
 
 def end_groups() -> None:
-    """End the groups of a job: a thread of each of gloo's wakes a hundred times a second."""
-    gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
-    # DTensor knows meshes of the same ranks as one, and would go on with the groups of the first
+    """End the groups of a job, of which each has two threads that wake a hundred times a second."""
+    # DTensor knows meshes of the same ranks as one, and would go on with the groups of the first;
+    # what it keeps of a mesh keeps the mesh, and so the threads of its groups
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
         dist.destroy_process_group(group)
+    gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
     # glibc keeps what a job has freed: eight ranks of many jobs would fill the machine
     ctypes.CDLL(None).malloc_trim(0)
     # a million objects of torch's and what caches keep: a fifth of a job's time went to looking
@@ -84,13 +94,19 @@ def work(folder: Path, jobs: Sequence[str]) -> None:
     results: dict[str, dict[str, Any]] = {}
     for job in jobs:
         start = time.perf_counter()
+        faulthandler.dump_traceback_later(SECONDS_OF_A_JOB, exit=True)
         try:
             results[job] = {"result": run(job, folder)}
         except Exception:
             # the other ranks run the same job, and fail here too unless one differs from the rest
             results[job] = {"error": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
         results[job]["seconds"] = round(time.perf_counter() - start, 1)
         end_groups()
+        threads = len(os.listdir("/proc/self/task"))
+        assert threads <= MOST_THREADS, (
+            f"{threads} threads run after {job}: its groups have not ended"
+        )
     report(results)
     dist.barrier()
     dist.destroy_process_group()
