@@ -88,7 +88,9 @@ class Launches:
         words = [str(job.ranks), str(self.folder), *names]
         results = run_ranks(WORKER, job.ranks, words, 2700, self._device, forks=True)
         for name in names:
-            print(f"{job.ranks} ranks: {name} took {results[0][name]['seconds']} s")
+            entry = results[0][name]
+            seconds, threads = entry["seconds"], entry["threads"]
+            print(f"{job.ranks} ranks: {name} took {seconds} s, {threads} threads run after it")
         return results
 
 

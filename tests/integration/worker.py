@@ -9,6 +9,7 @@ CUDA does not survive a fork, and there torchrun starts each.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -23,11 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute, debug
 
 import graph_trainer as gt
 from graph_trainer.train import leave
 from tests.integration.launch import report
+
+# A job that waits for ever ends its launch, and the stacks of its ranks say where it waited.
+SECONDS_OF_A_JOB = 400
 
 
 def run(job: str, folder: Path) -> Any:
@@ -38,13 +43,17 @@ def run(job: str, folder: Path) -> Any:
 
 
 def end_groups() -> None:
-    """End the groups of a job: a thread of each of gloo's wakes a hundred times a second."""
-    gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
+    """End the groups of a job, of which each has two threads that wake a hundred times a second:
+    those of many jobs would take more than the jobs."""
     # DTensor knows meshes of the same ranks as one, and would go on with the groups of the first
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
     for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
         dist.destroy_process_group(group)
+    gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
+    # caches of torch's, some of them in C++, keep meshes, which keep their groups
+    for mesh in [kept for kept in gc.get_objects() if type(kept) is DeviceMesh]:
+        mesh._pg_registry.clear()
     # glibc keeps what a job has freed: eight ranks of many jobs would fill the machine
     ctypes.CDLL(None).malloc_trim(0)
     # a million objects of torch's and what caches keep: a fifth of a job's time went to looking
@@ -84,13 +93,16 @@ def work(folder: Path, jobs: Sequence[str]) -> None:
     results: dict[str, dict[str, Any]] = {}
     for job in jobs:
         start = time.perf_counter()
+        faulthandler.dump_traceback_later(SECONDS_OF_A_JOB, exit=True)
         try:
             results[job] = {"result": run(job, folder)}
         except Exception:
             # the other ranks run the same job, and fail here too unless one differs from the rest
             results[job] = {"error": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
         results[job]["seconds"] = round(time.perf_counter() - start, 1)
         end_groups()
+        results[job]["threads"] = len(os.listdir("/proc/self/task"))
     report(results)
     dist.barrier()
     dist.destroy_process_group()
