@@ -78,7 +78,7 @@ class Halves:
         return bytes_kept(self.forward.graph, self.saved())
 
 
-def cut(joint: JointGraph) -> Halves:
+def cut(joint: JointGraph, *, reads_numbers: bool = False) -> Halves:
     """Cut a joint graph in two, without changing it.
 
     Forward has the nodes of the phases forward and loss, the nodes that these read, and every wait
@@ -90,6 +90,10 @@ def cut(joint: JointGraph) -> Halves:
 
     Backward takes the gradient of the loss in place of the tensor of ones that the joint graph
     makes. n log n in nodes.
+
+    Args:
+        reads_numbers: whether backward may read from tensors of forward the numbers that data
+            decide, such as the tokens that an expert receives; torch.compile cannot.
 
     Raises:
         PassError: the graph has no backward, or cannot be cut; the message names the node.
@@ -108,12 +112,19 @@ def cut(joint: JointGraph) -> Halves:
                     f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
                     "gradient with which backward begins: correct its phase, or that of its readers"
                 )
-    read, overwritten = _reads(joint, forward, seeds)
+    read, overwritten, numbers = _reads(joint, forward, seeds)
+    if numbers and not reads_numbers:
+        number = next(iter(numbers))
+        raise PassError(
+            f"backward reads '{number.name}' of forward, a number that data decide, such as the "
+            "tokens that an expert receives, and a separate graph takes tensors only: run forward "
+            "and backward as one graph, with gt.compile or TrainStep.partitioned = False"
+        )
     inputs = [node for node in joint.placeholders() if node not in seeds]
     places = [place for place, node in enumerate(inputs) if node in read]
     forward_half, saved = _forward_half(joint, forward, inputs, read, overwritten)
     inputs_read = [inputs[place] for place in places]
-    backward_half = _backward_half(joint, forward, seeds, inputs_read, saved)
+    backward_half = _backward_half(joint, forward - numbers, seeds, inputs_read, saved)
     return Halves(forward_half, backward_half, tuple(places))
 
 
@@ -157,9 +168,10 @@ _Overwritten = dict[tuple[fx.Node, fx.Node], fx.Node]
 
 def _reads(
     joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]
-) -> tuple[set[fx.Node], _Overwritten]:
+) -> tuple[set[fx.Node], _Overwritten, set[fx.Node]]:
     """Return the values of forward and inputs that backward reads: those that forward does not
-    write after the reader, and those that it overwrites."""
+    write after the reader, and those that it overwrites; and the nodes of forward that make numbers
+    which backward reads, and so makes again."""
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
     outputs = with_parts(joint.signature.outputs, joint.output_values())
@@ -172,12 +184,13 @@ def _reads(
                 forward_writers[roots[target]].append(node)
             else:
                 first_backward_writer.setdefault(roots[target], node)
+    numbers = _numbers_read(joint, forward, gradients)
     read: set[fx.Node] = set()
     overwritten: _Overwritten = {}
     for node in joint.graph.nodes:
         for value in gradients if node.op == "output" else node.all_input_nodes:
             backward_writer = first_backward_writer.get(roots[value])
-            if node in forward:
+            if node in forward and node not in numbers:
                 if backward_writer is not None and backward_writer < node:
                     raise PassError(
                         f"forward's node '{node.name}' ({node.target}) reads '{value.name}', which "
@@ -187,13 +200,8 @@ def _reads(
                 continue
             if value not in readable or node in seeds:
                 continue
-            if isinstance(value_of(value), torch.SymInt):
-                raise PassError(
-                    f"backward's node '{node.name}' ({node.target}) reads '{value.name}', a number "
-                    "that data decide in forward, such as the tokens that an expert receives, and "
-                    "a separate graph takes tensors only: run forward and backward as one graph, "
-                    "with gt.compile or TrainStep.partitioned = False"
-                )
+            if value in numbers:
+                continue
             if not isinstance(value_of(value), torch.Tensor):
                 raise PassError(
                     f"backward's node '{node.name}' ({node.target}) reads '{value.name}' "
@@ -214,7 +222,25 @@ def _reads(
                     f"write '{value.name}' in place in turns, which two graphs cannot do: write "
                     "into a copy in one of them"
                 )
-    return read, overwritten
+    return read, overwritten, numbers
+
+
+def _numbers_read(
+    joint: JointGraph, forward: set[fx.Node], gradients: list[fx.Node]
+) -> set[fx.Node]:
+    """Return the nodes of forward whose results are numbers that backward reads, or that these
+    numbers are computed from."""
+    numbers: set[fx.Node] = set()
+    for node in reversed(joint.graph.nodes):
+        if node in forward and node not in numbers:
+            continue
+        values = gradients if node.op == "output" else node.all_input_nodes
+        numbers.update(
+            value
+            for value in values
+            if value in forward and isinstance(value_of(value), torch.SymInt)
+        )
+    return numbers
 
 
 @dataclass(slots=True)

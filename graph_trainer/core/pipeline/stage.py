@@ -59,7 +59,7 @@ class GraphStage(StageBase):
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
-        self._halves = cut(joint)
+        self._halves = cut(joint, reads_numbers=True)
         agreement = OneRank() if data_group is None else Agreement(data_group)
         check_order_across_ranks(self._halves.forward, agreement)
         check_order_across_ranks(self._halves.backward, agreement)
