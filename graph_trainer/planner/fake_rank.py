@@ -20,6 +20,7 @@ from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.torch_private import below_autograd, traced_as_one_op
 from graph_trainer.core.torch_private_groups import become
+from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.model_flops import flops_per_token
 from graph_trainer.titan.parallelize import parallelized
@@ -37,9 +38,12 @@ class FakeRank:
     acts as one rank at a time: another FakeRank ends the earlier one's process groups.
 
     Args:
-        config: a checked config whose degrees multiply to `world_size`.
+        config: a checked config whose degrees multiply to `world_size`, without a pipeline.
         device: what the step is captured for: "cuda" or "cpu".
         fuses_norms: whether PyTorch has a GPU's kernel for an RMSNorm, as from 2.9 on.
+
+    Raises:
+        ConfigError: the config has a pipeline.
     """
 
     def __init__(
@@ -51,6 +55,12 @@ class FakeRank:
         fuses_norms: bool = True,
     ) -> None:
         assert config.model_spec is not None
+        if config.parallelism.pipeline_parallel_degree > 1:
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_degree = "
+                f"{config.parallelism.pipeline_parallel_degree}: there is no plan of a pipeline "
+                "yet. Set it to 1 to plan the model on the ranks of one stage"
+            )
         become(rank, world_size)
         self.config = config
         self.world_size = world_size

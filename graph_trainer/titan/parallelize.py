@@ -150,7 +150,7 @@ def seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
 
     for name, module in modules:
         draw = module._init_self_parameters
-        module._init_self_parameters = partial(seeded, name, draw)  # type: ignore[method-assign]
+        module._init_self_parameters = partial(seeded, name, draw)
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             yield

@@ -69,12 +69,7 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         parallelism.pipeline_parallel_microbatch_size,
         parallelism.pipeline_parallel_degree,
     )
-    if rows % size:
-        problem = f"not a multiple of {_MICROBATCH} = {size}, the rows of a microbatch"
-        remedy = f"Set it to a multiple of {size}, or lower {_MICROBATCH}."
-        yield Problem(_BATCH, problem, remedy, (_MICROBATCH,))
-        return
-    microbatches = rows // size
+    microbatches = rows // size  # which torchtitan's config has checked to divide
     schedule = parallelism.pipeline_parallel_schedule
     if schedule == "1F1B" and microbatches < degree:
         yield Problem(

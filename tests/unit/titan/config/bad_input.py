@@ -115,7 +115,11 @@ IN_FILES = (
         "did you mean 'h100-sxm'?",
         '[compile]\nhardware = "h1000"',
     ),
-    Bad("parallelism.pipeline_parallel_degree = 2", "= 1"),
+    Bad(
+        'parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"',
+        "Set one of",
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"',
+    ),
     Bad(
         "parallelism.tensor_parallel_degree = 3",
         "Set it to a divisor of 16: 1, 2, 4, 8, 16",

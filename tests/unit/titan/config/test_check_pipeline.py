@@ -1,0 +1,65 @@
+"""Pipelines that cannot run are refused before any rank starts."""
+
+import pytest
+
+import graph_trainer as gt
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.titan.config.check import wanted_ranks
+from graph_trainer.titan.config.load import load_config
+
+LLAMA3 = ["--module", "graph_trainer.llama3", "--config", "debugmodel"]
+TIED = ["--module", "torchtitan.models.qwen3", "--config", "qwen3_0_6b"]
+SEVERAL_TOKENS = [
+    *("--module", "torchtitan.models.deepseek_v3", "--config", "deepseek_v3_debugmodel_mtp")
+]
+KEY = "parallelism.pipeline_parallel"
+
+
+def flags(degree, schedule="1F1B", rows=8, **others):
+    words = [f"--{KEY}_degree", str(degree), f"--{KEY}_schedule", schedule]
+    words += ["--training.local_batch_size", str(rows)]
+    for key, value in others.items():
+        words += [f"--{key.replace('__', '.')}", str(value)]
+    return words
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        (LLAMA3, flags(0), f"{KEY}_degree = 0: out of bounds"),
+        (LLAMA3, flags(2, "ZBVZeroBubble"), "no schedule that graph_trainer runs"),
+        (LLAMA3, flags(2, rows=1), "1 microbatches of"),
+        (
+            LLAMA3,
+            flags(2, rows=7, **{f"{KEY}_microbatch_size": 2}),
+            "pipeline_parallel_microbatch_size (2) when",
+        ),
+        (LLAMA3, flags(4, "Interleaved1F1B", rows=13), "runs in 3 rounds"),
+        (LLAMA3, flags(16, rows=16), "makes 16 stages of 6 layers"),
+        (LLAMA3, flags(2, **{f"{KEY}_layers_per_stage": 2}), "makes 4 stages of 6 layers"),
+        (LLAMA3, flags(2, compile__mode="partitioned"), f"not supported with {KEY}_degree = 2"),
+        (LLAMA3, [*flags(2), "--validator.enable"], f"not supported with {KEY}_degree = 2"),
+        (TIED, flags(2), "one weight for embedding and output head"),
+        (SEVERAL_TOKENS, flags(2), "predicts several tokens"),
+        (["--module", "transformers"], flags(2), "has no pipelining_fn"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_ranks_start(model, given, said):
+    with pytest.raises(gt.ConfigError) as raised:
+        load_config([*model, *given], world_size=None)
+    assert said in str(raised.value)
+
+
+def test_stages_multiply_the_ranks():
+    config = load_config([*LLAMA3, *flags(2, "Interleaved1F1B")], world_size=4)
+    assert wanted_ranks(config) == 2
+    both = flags(2, parallelism__tensor_parallel_degree=2)
+    assert wanted_ranks(load_config([*LLAMA3, *both], world_size=None)) == 4
+    with pytest.raises(gt.ConfigError, match="pipeline_parallel_degree = 2"):
+        load_config([*LLAMA3, *flags(2)], world_size=3)
+
+
+def test_a_plan_of_a_pipeline_is_refused():
+    config = load_config([*LLAMA3, *flags(2)], world_size=2)
+    with pytest.raises(gt.ConfigError, match="no plan of a pipeline yet"):
+        FakeRank(config, 2)
