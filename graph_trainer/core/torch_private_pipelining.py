@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 from torch.distributed.pipelining.schedules import _Action as Action
+from torch.distributed.pipelining.schedules import _add_send_recv as add_send_recv
 from torch.distributed.pipelining.schedules import _ComputationType as ActionKind
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as ScheduleRuntime
 from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
@@ -33,13 +34,7 @@ def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> Sched
     """
     class_ = get_schedule_class(schedule)
     runtime_class = class_ if issubclass(class_, ScheduleRuntime) else ScheduleRuntime
-    runtime: ScheduleRuntime = runtime_class(
-        stages,
-        num_microbatches,
-        loss_fn=_no_loss,
-        scale_grads=False,
-        backward_requires_autograd=False,
-    )
+    runtime = _new_runtime(runtime_class, stages, num_microbatches)
     if runtime_class is not class_:  # schedules of one stage a rank have another runtime in torch
         ranks = runtime.pp_group_size
         ahead = [num_microbatches] * ranks if class_ is ScheduleGPipe else range(ranks)[::-1]
@@ -48,6 +43,36 @@ def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> Sched
             {rank: _one_stage(rank, ahead[rank], num_microbatches) for rank in range(ranks)}
         )
     return runtime
+
+
+def forward_runtime_of(stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
+    """Make the runtime of forward alone, with its sends and receives: a stage runs all microbatches
+    before the next stage of its rank does.
+
+    Args:
+        stages: those of this rank.
+    """
+    runtime = _new_runtime(ScheduleRuntime, stages, num_microbatches)
+    rank_of_stage = runtime.stage_index_to_group_rank
+    orders: dict[int, list[Action]] = {rank: [] for rank in range(runtime.pp_group_size)}
+    for stage, rank in sorted(rank_of_stage.items()):
+        orders[rank] += [Action(stage, ActionKind.FORWARD, m) for m in range(num_microbatches)]
+    runtime.pipeline_order_with_comms = add_send_recv(
+        orders, stage_to_rank=rank_of_stage.__getitem__, num_stages=runtime._num_stages
+    )
+    return runtime
+
+
+def _new_runtime(
+    class_: type[ScheduleRuntime], stages: list[Any], num_microbatches: int
+) -> ScheduleRuntime:
+    return class_(
+        stages,
+        num_microbatches,
+        loss_fn=_no_loss,
+        scale_grads=False,
+        backward_requires_autograd=False,
+    )
 
 
 def _one_stage(stage: int, ahead: int, num_microbatches: int) -> list[Action | None]:
@@ -81,29 +106,36 @@ def run_modules(
     kwargs: list[dict[str, Any]],
     targets: list[torch.Tensor],
     loss_kwargs: dict[str, Any],
+    *,
+    backward: bool = True,
 ) -> list[torch.Tensor]:
     """Run forward and backward of modules by a schedule of torch's, without graphs.
 
     Args:
         args, kwargs, targets: by microbatch.
+        backward: False for forward alone.
 
     Returns:
         The losses of the microbatches, on the rank of the last stage; an empty list on others.
     """
     stages = stages_of(schedule)
     for stage in stages:
-        stage.has_backward = True
+        stage.has_backward = backward
         stage.clear_runtime_states()
     of_last = any(stage.is_last for stage in stages)
     losses: list[torch.Tensor] = []
-    schedule._step_microbatches(
-        args,
-        kwargs,
-        targets if of_last else None,
-        losses if of_last else None,
-        return_outputs=False,
-        loss_kwargs=loss_kwargs,
-    )
+    trains, schedule._has_backward = schedule._has_backward, backward
+    try:
+        schedule._step_microbatches(
+            args,
+            kwargs,
+            targets if of_last else None,
+            losses if of_last else None,
+            return_outputs=False,
+            loss_kwargs=loss_kwargs,
+        )
+    finally:
+        schedule._has_backward = trains
     return losses
 
 

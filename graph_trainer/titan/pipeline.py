@@ -88,21 +88,26 @@ class Pipeline:
     passes: PassConfig
     backend: str
     full_capture: bool | None
+    backward: bool = True
+    """Whether gradients are computed; False for validation."""
     on_gradients: Callable[[nn.Module, Gradients], None]
     """As of `PipelineStep`."""
     on_event: Callable[[str], None]
     """Called with a line before each part of the work that may take seconds."""
     on_report: Callable[[JointGraph, Report], None]
     """Called with the graph of a stage and the report of its passes."""
-    check: Callable[[JointGraph], None]
+    check: Callable[[JointGraph], None] = lambda joint: None
     """Called with the graph of a stage after its passes, before any of its collectives runs."""
     _step: PipelineStep | None = field(default=None, init=False)
 
     def __call__(
-        self, microbatches: Sequence[Microbatch], global_valid_tokens: torch.Tensor
+        self, microbatches: Sequence[Microbatch], global_valid_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run forward and backward; return the sum of the losses, 0 on ranks without the last
         stage.
+
+        Args:
+            global_valid_tokens: what the loss is divided by; None for the sum over tokens.
 
         Raises:
             CaptureError: a stage cannot be captured, or was captured for other microbatches.
@@ -113,14 +118,11 @@ class Pipeline:
         assert self._step is not None
         losses = self._step(
             [(inputs,) for inputs, _, _ in microbatches],
-            [
-                extra | {"labels": labels, "global_valid_tokens": global_valid_tokens}
-                for _, labels, extra in microbatches
-            ],
+            [extra | _of_loss(labels, global_valid_tokens) for _, labels, extra in microbatches],
         )
-        return sum_in_order(losses, global_valid_tokens.device)
+        return sum_in_order(losses, microbatches[0][1].device)
 
-    def prepare(self, microbatch: Microbatch, global_valid_tokens: torch.Tensor) -> None:
+    def prepare(self, microbatch: Microbatch, global_valid_tokens: torch.Tensor | None) -> None:
         """Capture the stages for microbatches like this one, and compile them; errors as of a
         call."""
         if self._step is not None:
@@ -172,7 +174,7 @@ class Pipeline:
         stage: StageBase,
         received: PassedOn,
         microbatch: Microbatch,
-        global_valid_tokens: torch.Tensor,
+        global_valid_tokens: torch.Tensor | None,
         of_stage: dist.ProcessGroup,
     ) -> GraphStage:
         inputs, labels, extra = microbatch
@@ -181,11 +183,12 @@ class Pipeline:
         taken = inputs if stage.is_first else received.zeros(self.dims, inputs.device)
         kwargs: Mapping[str, Any] = extra
         if stage.is_last:
-            kwargs = extra | {"labels": labels, "global_valid_tokens": global_valid_tokens}
+            kwargs = extra | _of_loss(labels, global_valid_tokens)
         start = time.perf_counter()
         joint = capture_stage(
             *(stage.submod, (taken,), kwargs),
             loss_fn=loss_of_stage(self.loss_fn) if stage.is_last else None,
+            backward=self.backward,
             full_capture=self.full_capture,
         )
         captured = time.perf_counter()
@@ -231,7 +234,8 @@ def loss_of_stage(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         loss_fn: as of `loss_of_batch`.
 
     Returns:
-        `f(module, received, labels=..., global_valid_tokens=..., **extra)` -> scalar loss.
+        `f(module, received, labels=..., global_valid_tokens=..., **extra)` -> scalar loss; the
+        number of tokens may be left out.
     """
     of_batch = loss_of_batch(loss_fn)
 
@@ -240,12 +244,59 @@ def loss_of_stage(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         received: torch.Tensor,
         *,
         labels: torch.Tensor,
-        global_valid_tokens: torch.Tensor,
+        global_valid_tokens: torch.Tensor | None = None,
         **extra: Any,
     ) -> torch.Tensor:
-        return of_batch(module, received, labels, global_valid_tokens, **extra)
+        tokens = [] if global_valid_tokens is None else [global_valid_tokens]
+        return of_batch(module, received, labels, *tokens, **extra)
 
     return loss
+
+
+def _of_loss(
+    labels: torch.Tensor, global_valid_tokens: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return what the loss of a microbatch takes beside the prediction."""
+    tokens = {} if global_valid_tokens is None else {"global_valid_tokens": global_valid_tokens}
+    return {"labels": labels} | tokens
+
+
+class ValidationSchedule:
+    """What torchtitan's validator calls in place of a schedule of torch's.
+
+    Args:
+        run: runs forward of microbatches; returns the sum of their losses, 0 on ranks without the
+            last stage.
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(
+        self, run: Callable[[list[Microbatch]], torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        self._run = run
+        self._group = group
+
+    def eval(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[torch.Tensor]],
+        kwarg_mbs: Sequence[dict[str, Any]],
+        target_mbs: Sequence[torch.Tensor],
+        losses: list[torch.Tensor],
+    ) -> None:
+        """Run a batch, and append the sum of its losses on every rank of the pipeline.
+
+        Args:
+            arg_mbs, kwarg_mbs, target_mbs: inputs, other arguments of the model, and labels of
+                each microbatch, on every rank.
+        """
+        microbatches = [
+            (inputs, labels, extra)
+            for (inputs,), extra, labels in zip(arg_mbs, kwarg_mbs, target_mbs, strict=True)
+        ]
+        total = self._run(microbatches)
+        dist.all_reduce(total, group=self._group)
+        losses.append(total)
 
 
 def sum_in_order(losses: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -63,7 +63,12 @@ from graph_trainer.titan.memory_table_file import memory_table_to_toml
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans
 from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver
-from graph_trainer.titan.pipeline import Pipeline, sum_in_order
+from graph_trainer.titan.pipeline import (
+    Microbatch,
+    Pipeline,
+    ValidationSchedule,
+    sum_in_order,
+)
 from graph_trainer.titan.routing import RoutingRecorder
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 from graph_trainer.titan.validator import MakeStep, checked_validator
@@ -130,15 +135,18 @@ class GraphTrainer(Trainer):
                 path = Path(config.dump_folder) / file
                 self._routing = RoutingRecorder(self._model, self.parallel_dims, path)
             if is_pipeline:
-                self.pipeline = self._make_pipeline()
+                self.pipeline = self._make_pipeline(check=self._check_first_graph)
             else:
                 self.captured_step = self._make_step(
                     loss_of_batch(self.loss_fn), check=self._check_first_graph
                 )
-            make_validation = partial(self._make_step, backward=False)
+                make_validation = partial(self._make_step, backward=False)
         if config.validator.enable:
             self.validator: BaseValidator = checked_validator(
-                self.validator, make_validation, within=self._naming_who_is_missing
+                self.validator,
+                make_validation,
+                within=self._naming_who_is_missing,
+                schedule=self._validation_schedule() if is_pipeline else None,
             )
         if isinstance(self.checkpointer, CheckedCheckpointManager):
             self.checkpointer.beside_weights = partial(write_beside_weights, architecture, config)
@@ -174,7 +182,7 @@ class GraphTrainer(Trainer):
             **options,
         )
 
-    def _make_pipeline(self) -> Pipeline:
+    def _make_pipeline(self, **options: Any) -> Pipeline:
         """Make the pipeline that captures its stages, as `_make_step`."""
         compile_config = self.config.compile
         return Pipeline(
@@ -194,8 +202,33 @@ class GraphTrainer(Trainer):
             on_gradients=accumulate_gradients,
             on_event=lambda line: logger.info(with_config_keys(line)),
             on_report=self._reported,
-            check=self._check_first_graph,
+            **options,
         )
+
+    def _validation_schedule(self) -> ValidationSchedule:
+        group = self.parallel_dims.get_mesh("pp").get_group()
+        if self.pipeline is not None:
+            return ValidationSchedule(self._make_pipeline(backward=False), group)
+        return ValidationSchedule(partial(self._run_modules, backward=False), group)
+
+    def _run_modules(
+        self,
+        microbatches: list[Microbatch],
+        global_valid_tokens: torch.Tensor | None = None,
+        *,
+        backward: bool = True,
+    ) -> torch.Tensor:
+        """Run the stages of a pipeline without graphs; as `Pipeline.__call__`."""
+        tokens = {} if global_valid_tokens is None else {"global_valid_tokens": global_valid_tokens}
+        losses = run_modules(
+            self.pp_schedule,
+            [(inputs,) for inputs, _, _ in microbatches],
+            [extra for _, _, extra in microbatches],
+            [labels for _, labels, _ in microbatches],
+            tokens,
+            backward=backward,
+        )
+        return sum_in_order(losses, self.device)
 
     def _check_first_graph(self, joint: JointGraph) -> None:
         self.observer.first_graph(joint)
@@ -280,17 +313,7 @@ class GraphTrainer(Trainer):
             for microbatch in zip(input_dict, labels, strict=True)
         ]
         with self.train_context(), self.observer.microbatch():
-            if self.pipeline is not None:
-                loss = self.pipeline(microbatches, global_valid_tokens)
-            else:
-                losses = run_modules(
-                    self.pp_schedule,
-                    [(inputs,) for inputs, _, _ in microbatches],
-                    [extra for _, _, extra in microbatches],
-                    [labels for _, labels, _ in microbatches],
-                    {"global_valid_tokens": global_valid_tokens},
-                )
-                loss = sum_in_order(losses, self.device)
+            loss = (self.pipeline or self._run_modules)(microbatches, global_valid_tokens)
         self.observer.gradients_ready(self._parameters())
         return loss
 

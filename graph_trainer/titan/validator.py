@@ -17,6 +17,7 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import TrainingError
 from graph_trainer.titan.checkpoint_states import keep_generators_from
 from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.pipeline import ValidationSchedule
 from graph_trainer.titan.step_inputs import loss_of_batch
 
 MakeStep = Callable[[LossFn], TrainStep]
@@ -37,9 +38,16 @@ class CheckedValidator(BaseValidator):
             sum over the tokens of one batch: see `loss_of_batch`. None for a validation with the
             model itself, without a graph.
         within: makes the context that a validation runs in.
+        schedule: runs the stages of a pipeline, which has no step.
     """
 
-    def __init__(self, validator: Validator, make_step: MakeStep | None, within: Within) -> None:
+    def __init__(
+        self,
+        validator: Validator,
+        make_step: MakeStep | None,
+        within: Within,
+        schedule: ValidationSchedule | None = None,
+    ) -> None:
         super().__init__(validator.config)
         self._validator = validator
         self._within = within
@@ -53,6 +61,10 @@ class CheckedValidator(BaseValidator):
                 local_batch_size=validator.local_batch_size,
             )
         validator.dl_config = _NotEmpty(validator.dl_config)
+        if schedule is not None:
+            # every rank gets the loss, and passes inputs and labels
+            validator.pp_schedule = schedule
+            validator.pp_has_first_stage = validator.pp_has_last_stage = True
         self.step = make_step(loss_of_batch(validator.loss_fn)) if make_step else None
         if self.step:
             validator.loss_fn = self._run
@@ -83,7 +95,11 @@ class CheckedValidator(BaseValidator):
 
 
 def checked_validator(
-    validator: BaseValidator, make_step: MakeStep | None, *, within: Within
+    validator: BaseValidator,
+    make_step: MakeStep | None,
+    *,
+    within: Within,
+    schedule: ValidationSchedule | None = None,
 ) -> BaseValidator:
     """Let torchtitan's own validator run a captured graph, and check its data.
 
@@ -91,7 +107,7 @@ def checked_validator(
     log says so. The arguments are those of `CheckedValidator`.
     """
     if type(validator) is Validator:
-        return CheckedValidator(validator, make_step, within)
+        return CheckedValidator(validator, make_step, within, schedule)
     if make_step:
         logger.warning(
             f"The validator is a {type(validator).__name__} and not torchtitan's Validator: it "

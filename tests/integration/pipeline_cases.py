@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,7 @@ from tests.integration.matrix import (
     BF16,
     DEEPSEEK_V3,
     FP32,
+    VALIDATE,
     Flags,
     context,
     replicate,
@@ -54,6 +56,8 @@ class Pipeline:
     def one_stage(self) -> Flags:
         """Flags of the same microbatches, accumulated without a pipeline."""
         flags = {k: v for k, v in self.flags.items() if "pipeline" not in k}
+        if "validator.steps" in flags:  # a row each
+            flags = flags | {"validator.steps": flags["training.local_batch_size"]}
         sequences = self.flags["training.local_batch_size"]
         data_ranks = self.flags["parallelism.data_parallel_shard_degree"]
         return flags | rows(1) | {"training.global_batch_size": sequences * data_ranks}
@@ -70,7 +74,9 @@ def pipeline_of(degree: int, schedule: str) -> Flags:
 
 PIPELINES = {
     "pp2_fsdp2": Pipeline(
-        4, pipeline_of(2, "1F1B") | shard(2) | rows(4) | FP32, beside_one_stage=True
+        4,
+        pipeline_of(2, "1F1B") | shard(2) | rows(4) | FP32 | VALIDATE,
+        beside_one_stage=True,
     ),
     "pp2_cp2_interleaved": Pipeline(
         4, pipeline_of(2, "Interleaved1F1B") | shard(1) | context(2) | rows(4) | FP32
@@ -209,7 +215,11 @@ def _one_stage_file(folder: Path, name: str) -> Path:
 def one_stage(folder: Path, name: str) -> None:
     """Train the whole model on every rank with the microbatches of a pipeline, eagerly."""
     recorded = Recorded(PIPELINES[name].one_stage | EAGER, folder).run()
-    payload = {"losses": recorded.losses, "gradients": recorded.gradients}
+    payload = {
+        "losses": recorded.losses,
+        "gradients": recorded.gradients,
+        "validated": recorded.validated,
+    }
     torch.save(payload, _one_stage_file(folder, name))
     recorded.close()
 
@@ -249,4 +259,7 @@ def beside_one_stage(folder: Path, name: str, captured: Recorded) -> list[str]:
             total = total + loss
         if captured.trainer.pp_has_last_stage and captured.losses[step].item() != total.item():
             found.append(f"loss of step {step}")
+    # the same rows, in one step or in one step each
+    if captured.validated != pytest.approx(whole["validated"], rel=1e-6):
+        found.append(f"validation: {captured.validated} and {whole['validated']}")
     return found

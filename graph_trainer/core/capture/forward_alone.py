@@ -64,6 +64,7 @@ def capture_stage(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: LossFn | None = None,
+    backward: bool = True,
     meta_as: torch.device | str = "meta",
     full_capture: bool | None = None,
 ) -> JointGraph:
@@ -75,6 +76,8 @@ def capture_stage(
         kwargs: what every stage has of the batch, such as positions and labels.
         loss_fn: of the last stage, `loss_fn(module, *args, **kwargs)` -> scalar loss; None for the
             other stages, which are called with the batch.
+        backward: whether gradients are computed. If not, the graph has the outputs alone: for
+            validation.
         meta_as, full_capture: as of `capture`.
 
     Returns:
@@ -91,13 +94,13 @@ def capture_stage(
         loss_fn=loss_fn or _call,
         args=args,
         kwargs=dict(kwargs or {}),
-        backward=True,
+        backward=backward,
         meta_as=meta_as,
         returned=scalar_loss if loss_fn else outputs,
-        is_stage=True,
+        is_stage=backward,
     )
     joint = capture_step(step, full_capture)
-    return joint if loss_fn else _with_gradients_as_inputs(joint, outputs)
+    return joint if loss_fn or not backward else _with_gradients_as_inputs(joint, outputs)
 
 
 def capture_outputs(

@@ -13,6 +13,7 @@ from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.torch_private_pipelining import (
     Action,
     ActionKind,
+    forward_runtime_of,
     microbatch_of,
     receives_of,
     run_schedule,
@@ -27,14 +28,16 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 class PipelineStep:
     """Runs forward and backward of all microbatches on the stages of this rank.
 
-    Gradients are reduced, and parameters gathered, once a microbatch, as each stage's graph does.
+    Stages that were captured without backward run forward alone. Gradients are reduced, and
+    parameters gathered, once a microbatch, as each stage's graph does.
 
     Args:
         stages: those of this rank; the other ranks of the group have the others.
         schedule: the name of a schedule of torch.distributed.pipelining, one of SCHEDULES. "1F1B"
             and "GPipe" have one stage a rank.
         num_microbatches: of a step.
-        on_gradients: called with a module and the gradients of a microbatch, by FQN.
+        on_gradients: called with a module and the gradients of a microbatch, by FQN; not used
+            without backward.
 
     Raises:
         ConfigError: a schedule that graphs cannot run.
@@ -46,7 +49,7 @@ class PipelineStep:
         stages: Sequence[GraphStage],
         schedule: str,
         num_microbatches: int,
-        on_gradients: Callable[[nn.Module, Gradients], None],
+        on_gradients: Callable[[nn.Module, Gradients], None] | None = None,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ConfigError(
@@ -55,7 +58,10 @@ class PipelineStep:
             )
         self._stages = {stage.stage_index: stage for stage in stages}
         self._on_gradients = on_gradients
-        self._runtime = runtime_of(schedule, list(stages), num_microbatches)
+        if stages[0].joint.signature.backward:
+            self._runtime = runtime_of(schedule, list(stages), num_microbatches)
+        else:
+            self._runtime = forward_runtime_of(list(stages), num_microbatches)
         self._losses: list[torch.Tensor] = []
         run = self._runtime.register_custom_function
         run(ActionKind.FORWARD, self._forward)
@@ -92,6 +98,8 @@ class PipelineStep:
         stage, microbatch = self._stages[action.stage_index], microbatch_of(action)
         for receive in receives_of(self._runtime, action, forward=False):
             receive.wait()
-        self._on_gradients(stage.submod, stage.backward(microbatch))
+        gradients = stage.backward(microbatch)
+        if self._on_gradients is not None:
+            self._on_gradients(stage.submod, gradients)
         if preceding := self._stages.get(stage.stage_index - 1):
             stage.pass_backward(microbatch, preceding)

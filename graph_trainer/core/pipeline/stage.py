@@ -29,7 +29,8 @@ class GraphStage(StageBase):
     """One stage of a pipeline, whose forward and backward are the halves of a captured graph.
 
     What backward reads is kept from the forward of a microbatch to its backward. Sends and receives
-    are of the plain tensors that the outputs consist of.
+    are of the plain tensors that the outputs consist of. A graph without backward is a stage of a
+    pipeline that runs forward alone.
 
     Args:
         joint: of `capture_stage`, after its passes.
@@ -59,14 +60,16 @@ class GraphStage(StageBase):
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
-        self._halves = cut(joint, reads_numbers=True)
+        self._halves = cut(joint, reads_numbers=True) if joint.signature.backward else None
+        self._forward_graph = joint if self._halves is None else self._halves.forward
         agreement = OneRank() if data_group is None else Agreement(data_group)
-        check_order_across_ranks(self._halves.forward, agreement)
-        check_order_across_ranks(self._halves.backward, agreement)
         compile_graph = find_backend(backend).compile
-        self._run_forward = compile_graph(self._halves.forward)
-        self._run_backward = compile_graph(self._halves.backward)
-        self._guard = Guard(self._halves.forward)
+        check_order_across_ranks(self._forward_graph, agreement)
+        self._run_forward = compile_graph(self._forward_graph)
+        if self._halves is not None:
+            check_order_across_ranks(self._halves.backward, agreement)
+            self._run_backward = compile_graph(self._halves.backward)
+        self._guard = Guard(self._forward_graph)
         batch = joint.inputs_of(InputKind.BATCH)
         received = [(spec, nodes) for spec, nodes in batch if spec.name.startswith("args[")]
         self._received_specs = [spec for spec, _ in received]
@@ -102,18 +105,21 @@ class GraphStage(StageBase):
             args = [wrap(parts_of_tensor, spec.layout) for spec, parts_of_tensor in specs]
         kwargs = {name: kwargs[name] for name in self._names}
         values = self._guard.values(self._guard.tensors(self.submod, args, kwargs))
-        saved = [values[place] for place in self._halves.inputs_read]
-        results = list(run_compiled(self._run_forward, self._halves.forward, values))
-        num_saved = len(self._halves.saved())
-        split = len(results) - num_saved
-        self._saved[microbatch] = [*saved, *results[split:]]
+        inputs_read = () if self._halves is None else self._halves.inputs_read
+        inputs = [values[place] for place in inputs_read]
+        results = list(run_compiled(self._run_forward, self._forward_graph, values))
+        if self._halves is not None:
+            split = len(results) - len(self._halves.saved())
+            self._saved[microbatch] = [*inputs, *results[split:]]
+            results = results[:split]
         if self.is_last:
             return results[0]
-        self._outputs[microbatch] = results[:split]
+        self._outputs[microbatch] = results
         return None
 
     def backward(self, microbatch: int) -> Gradients:
         """Run the backward of a microbatch, and return the gradients of the parameters."""
+        assert self._halves is not None, "the stage was captured without backward"
         values = self._saved.pop(microbatch)
         if self.is_last:
             loss = self.joint.signature.outputs[0].layout

@@ -31,7 +31,6 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         return
     unsupported = (
         ("compile.mode", config.compile.mode == "partitioned", "aot_fx_trace"),
-        ("validator.enable", config.validator.enable, False),
         (SAVE_ROUTING, getattr(config.metrics, "save_routing", None) is not None, None),
         ("parallelism.pipeline_parallel_schedule_csv", bool(_csv(config)), ""),
     )

@@ -38,7 +38,6 @@ def flags(degree, schedule="1F1B", rows=8, **others):
         (LLAMA3, flags(16, rows=16), "makes 16 stages of 6 layers"),
         (LLAMA3, flags(2, **{f"{KEY}_layers_per_stage": 2}), "makes 4 stages of 6 layers"),
         (LLAMA3, flags(2, compile__mode="partitioned"), f"not supported with {KEY}_degree = 2"),
-        (LLAMA3, [*flags(2), "--validator.enable"], f"not supported with {KEY}_degree = 2"),
         (TIED, flags(2), "one weight for embedding and output head"),
         (SEVERAL_TOKENS, flags(2), "predicts several tokens"),
         (["--module", "transformers"], flags(2), "has no pipelining_fn"),
