@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -29,8 +30,9 @@ from tests.integration.matrix import (
     shard,
     tensor,
 )
-from tests.integration.recorded import EAGER, Recorded, differing
+from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
 
+_EXPORT = "model-00001-of-00001.safetensors"
 MICROBATCHES = 6
 WIDTH = 6
 
@@ -263,3 +265,42 @@ def beside_one_stage(folder: Path, name: str, captured: Recorded) -> list[str]:
     if captured.validated != pytest.approx(whole["validated"], rel=1e-6):
         found.append(f"validation: {captured.validated} and {whole['validated']}")
     return found
+
+
+def checkpoints(folder: Path, _: str) -> dict[str, Any]:
+    """Save a pipeline after two of four steps; go on on other meshes, and export it."""
+    home = folder / "pipeline"
+    flags: Flags = FP32 | {
+        "checkpoint.enable": True,
+        "checkpoint.interval": 2,
+        "checkpoint.keep_latest_k": 0,
+        "checkpoint.last_save_model_only": True,
+        "checkpoint.last_save_in_hf": True,
+        "training.steps": 4,
+    }
+    whole = Recorded(flags | pipeline_of(2, "1F1B") | shard(2) | rows(4), home)
+    for step in range(4):
+        if step == 2:
+            whole.trainer.checkpointer.save(2)
+        whole.step()
+    result: dict[str, Any] = {"losses": whole.global_losses()[2:]}
+    whole.trainer.checkpointer.save(5, last_step=True)
+    whole.close()
+    unclipped: Flags = {"training.max_norm": 1e9}
+    meshes = {
+        "fsdp4": unclipped | shard(4) | rows(2),
+        "pp4": pipeline_of(4, "GPipe") | shard(1) | rows(8),
+    }
+    for name, mesh in meshes.items():
+        other = Recorded(flags | mesh | {"checkpoint.load_step": 2}, home)
+        other.trainer.checkpointer.load(step=2)
+        other.step()
+        other.step()
+        result[name] = other.global_losses()
+        if name == "fsdp4":
+            other.trainer.checkpointer.save(6, last_step=True)
+        other.close()
+    exports = [load_file(home / "checkpoint" / f"step-{step}" / _EXPORT) for step in (5, 6)]
+    result["exported"] = [sorted(weights) for weights in exports]
+    result["error"] = max(gradient_errors(*exports).values())
+    return result

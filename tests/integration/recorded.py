@@ -87,11 +87,12 @@ class Recorded:
         return self
 
     def global_losses(self) -> list[float]:
-        """Every step's loss of the global batch: the ranks' parts and microbatches added up."""
+        """Every step's loss of the global batch: parts of ranks, stages and microbatches added."""
         total = torch.stack([loss.double().sum() for loss in self.losses])
         dims = self.trainer.parallel_dims
-        if dims.dp_cp_enabled:
-            dist.all_reduce(total, group=dims.get_mesh("loss").get_group())
+        for mesh in (dims.get_optional_mesh("loss"), dims.get_optional_mesh("pp")):
+            if mesh is not None:
+                dist.all_reduce(total, group=mesh.get_group())
         return total.tolist()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

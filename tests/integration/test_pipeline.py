@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
+from tests.integration.matrix import TOLERANCE
 from tests.integration.pipeline_cases import MICROBATCHES, PIPELINES
 
 SCHEDULES = Job(4, "pipeline_cases:schedules:")
+CHECKPOINTS = Job(4, "pipeline_cases:checkpoints:")
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
-    return [train(params["name"])] if "name" in params else [SCHEDULES]
+    return [train(params["name"])] if "name" in params else [SCHEDULES, CHECKPOINTS]
 
 
 def train(name: str) -> Job:
@@ -57,3 +59,14 @@ def test_stages_have_all_parameters_between_them(launches: Launches, name: str) 
         assert all((loss > 0) is rank["is_last"] for loss in rank["losses"])
     found = [name for rank in ranks[::of_stage] for name in rank["parameters"]]
     assert len(found) == len(set(found)) > 10
+
+
+def test_checkpoints_go_on_with_other_stages(launches: Launches) -> None:
+    """On no pipeline, and on twice as many stages; the weights for Hugging Face are the same."""
+    for rank in launches(CHECKPOINTS):
+        tolerance = TOLERANCE["float32"]
+        assert rank["fsdp4"] == pytest.approx(rank["losses"], rel=tolerance)
+        assert rank["pp4"] == pytest.approx(rank["losses"], rel=tolerance)
+        of_pipeline, of_fsdp = rank["exported"]
+        assert of_pipeline == of_fsdp and len(of_pipeline) == 2 * 9 + 3
+        assert rank["error"] < 1e-4
