@@ -63,6 +63,18 @@ def forward_runtime_of(stages: list[Any], num_microbatches: int) -> ScheduleRunt
     return runtime
 
 
+def most_in_flight(runtime: ScheduleRuntime, stage_index: int) -> int:
+    """Return the most microbatches whose forward a stage of this rank has run, and whose backward
+    it has not, at any time of a step."""
+    most = in_flight = 0
+    for action in runtime.pipeline_order_with_comms[runtime.rank]:
+        if action.stage_index == stage_index:
+            in_flight += action.computation_type is ActionKind.FORWARD
+            in_flight -= action.computation_type is ActionKind.FULL_BACKWARD
+            most = max(most, in_flight)
+    return most
+
+
 def _new_runtime(
     class_: type[ScheduleRuntime], stages: list[Any], num_microbatches: int
 ) -> ScheduleRuntime:

@@ -27,7 +27,8 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.pipeline.schedule import PipelineStep
 from graph_trainer.core.pipeline.stage import GraphStage
 from graph_trainer.core.runtime.step import Gradients
-from graph_trainer.core.torch_private_pipelining import StageBase
+from graph_trainer.core.simulation.simulate import OtherMemory
+from graph_trainer.core.torch_private_pipelining import StageBase, most_in_flight, runtime_of
 from graph_trainer.errors import CaptureError
 from graph_trainer.titan.step_inputs import loss_of_batch
 
@@ -196,7 +197,7 @@ class Pipeline:
         self.on_event(f"Running the passes of {name}")
         agreement = Agreement(of_stage)
         with agreement.errors_sent(f"run the passes of {name}"):
-            report = run_passes(joint, self.passes, agreement=agreement)
+            report = run_passes(joint, self._passes_of(stage), agreement=agreement)
             report.rows[0] = replace(report.rows[0], seconds=captured - start)
             self.check(joint)
         passed = time.perf_counter()
@@ -214,6 +215,18 @@ class Pipeline:
         )
         self.on_report(joint, report)
         return runnable
+
+    def _passes_of(self, stage: StageBase) -> PassConfig:
+        """Return the passes of a stage, which has several microbatches in flight."""
+        if not self.backward:
+            return self.passes
+        runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
+        earlier = most_in_flight(runtime, stage.stage_index) - 1
+
+        def other_memory(joint: JointGraph) -> OtherMemory:
+            return self.passes.other_memory(joint)._replace(earlier_microbatches=earlier)
+
+        return replace(self.passes, other_memory=other_memory)
 
     def _check_passed_on(self, stage: StageBase, joint: JointGraph, received: PassedOn) -> None:
         if stage.is_last:

@@ -45,8 +45,12 @@ def other_memory_of(config: GraphTrainerConfig, data_parallel_degree: int) -> Ot
 
 def microbatches(config: GraphTrainerConfig, data_parallel_degree: int) -> int:
     """Return the number of times that the graph runs in a step."""
-    training = config.training
-    return max(1, training.global_batch_size // (training.local_batch_size * data_parallel_degree))
+    training, parallelism = config.training, config.parallelism
+    rows = training.local_batch_size
+    of_pipeline = 1
+    if parallelism.pipeline_parallel_degree > 1:
+        of_pipeline = rows // parallelism.pipeline_parallel_microbatch_size
+    return of_pipeline * max(1, training.global_batch_size // (rows * data_parallel_degree))
 
 
 def optimizer_bytes(joint: JointGraph, config: GraphTrainerConfig) -> int:

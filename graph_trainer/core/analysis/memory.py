@@ -96,6 +96,7 @@ def memory_of(
     scratch: Mapping[fx.Node, int] | None = None,
     host_is_device: bool = False,
     expert_imbalance: float = 1.0,
+    earlier_microbatches: int = 0,
 ) -> Memory:
     """Compute the bytes alive at every node, by category. Linear in nodes.
 
@@ -106,6 +107,8 @@ def memory_of(
         kept_until: position up to which a storage is kept alive although the graph no longer
             reads it.
         scratch, host_is_device, expert_imbalance: as for `lifetimes`.
+        earlier_microbatches: those of a pipeline whose forward has run and whose backward has not,
+            each with all that forward keeps for backward.
     """
     lives = lifetimes(
         joint,
@@ -161,6 +164,11 @@ def memory_of(
         Category.BUFFERS: given_bytes(joint, InputKind.BUFFER, InputKind.BATCH),
         Category.GRADIENTS: accumulated_bytes,
     }
+    if earlier_microbatches and backward:
+        for s in storages:
+            if s.born < backward[0] <= s.last <= backward[-1]:
+                kept_of_others = earlier_microbatches * s.bytes
+                always[s.category] = always.get(s.category, 0) + kept_of_others
     by_category = {}
     for c in Category:
         lifespans = [(s.born, s.last, s.bytes) for s in storages if s.category is c]

@@ -37,6 +37,8 @@ class OtherMemory(NamedTuple):
     expert_imbalance: float = 1.0
     """What the experts of this rank receive in every layer, in times of an even share. Memory alone
     counts it: time is that of even shares."""
+    earlier_microbatches: int = 0
+    """Microbatches of a pipeline whose forward has run and whose backward has not."""
 
     @property
     def imbalance_text(self) -> str:
@@ -179,6 +181,7 @@ def predicted_memory(
             scratch=scratch_bytes(joint, hardware.device),
             host_is_device=hardware.device == "cpu",
             expert_imbalance=other.expert_imbalance,
+            earlier_microbatches=other.earlier_microbatches,
         )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from graph_trainer.core.pipeline.schedule import SCHEDULES
+from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.sources import Problem
+from graph_trainer.titan.config.sources import CONFIGURED, Problem
 from graph_trainer.titan.routing import SAVE_ROUTING
 
 DEGREE = "parallelism.pipeline_parallel_degree"
@@ -29,7 +30,14 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     for problem in _of_model(spec):
         yield Problem(DEGREE, f"{model} {problem}", "Set it to 1, or train another model.")
         return
+    is_budget = isinstance(config.activation_checkpoint, BudgetAC.Config)
     unsupported = (
+        ("activation_checkpoint.type", is_budget, "full"),
+        (
+            "parallelism.fsdp_reshard_after_forward",
+            parallelism.fsdp_reshard_after_forward == "auto",
+            "default",
+        ),
         ("compile.mode", config.compile.mode == "partitioned", "aot_fx_trace"),
         (SAVE_ROUTING, getattr(config.metrics, "save_routing", None) is not None, None),
         ("parallelism.pipeline_parallel_schedule_csv", bool(_csv(config)), ""),
@@ -38,7 +46,8 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         if is_set:
             problem = f"not supported with {DEGREE} = {parallelism.pipeline_parallel_degree}"
             remedy = f"Set {key} = {show(wanted)}." if wanted is not None else "Leave it out."
-            yield Problem(key, problem, remedy, (DEGREE,))
+            value = "budget" if key == "activation_checkpoint.type" else CONFIGURED
+            yield Problem(key, problem, remedy, (DEGREE,), value)
     schedule = parallelism.pipeline_parallel_schedule
     if schedule not in SCHEDULES:
         names = ", ".join(show(name) for name in SCHEDULES)

@@ -11,6 +11,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.signature import InputKind
+from graph_trainer.core.partition.cut import cut
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
@@ -141,3 +142,12 @@ def test_of_a_captured_step(policy):
     assert found.peak_by_category()[Category.PARAMETERS] == given_bytes(joint, InputKind.PARAMETER)
     for category in (Category.UNSHARDED, Category.ACTIVATIONS, Category.GRADIENTS):
         assert max(found.by_category[category]) > 0
+
+
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_each_earlier_microbatch_keeps_what_forward_saves(policy):
+    joint = captured_decoder(layers=2)
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
+    one, four = memory_of(joint), memory_of(joint, earlier_microbatches=3)
+    more = {b - a for a, b in zip(one.total, four.total, strict=True)}
+    assert more == {3 * cut(joint).saved_bytes()}
