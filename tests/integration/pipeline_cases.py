@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
+from graph_trainer.core.sharding.ordered_gloo import BACKEND
+from tests.integration.issued import count_issued
 from tests.integration.matrix import (
     BF16,
     DEEPSEEK_V3,
@@ -185,7 +187,8 @@ def pipeline(
         )
         stages.append(stage)
     step = gt.PipelineStep(stages, schedule, MICROBATCHES, add)
-    losses = step([(x,) for x, _ in batches], [{"target": y} for _, y in batches])
+    args, kwargs = [(x,) for x, _ in batches], [{"target": y} for _, y in batches]
+    losses, issued = count_issued(step, args, kwargs)
     expected = []
     for x, y in batches:
         loss = loss_of(one_stage, x, target=y)
@@ -200,7 +203,14 @@ def pipeline(
         for name, parameter in stage.submod.named_parameters():
             if not torch.equal(local(parameter.grad), local(gradients[name])):
                 differing.append(name)
-    return {"differing": differing, "losses": len(losses), "is_last": is_last}
+    return {
+        "differing": differing,
+        "losses": len(losses),
+        "is_last": is_last,
+        "gathers": issued.get(f"{BACKEND}:all_gather", 0),
+        "reductions": issued.get(f"{BACKEND}:reduce_scatter", 0),
+        "stages": len(stages),
+    }
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,3 +70,12 @@ def test_checkpoints_go_on_with_other_stages(launches: Launches) -> None:
         of_pipeline, of_fsdp = rank["exported"]
         assert of_pipeline == of_fsdp and len(of_pipeline) == 2 * 9 + 3
         assert rank["error"] < 1e-4
+
+
+def test_parameters_that_are_kept_are_gathered_once_a_step(launches: Launches) -> None:
+    """GPipe keeps them ("never"): 6 microbatches reduce their gradients, and gather nothing again.
+    1F1B gathers them before forward and before backward of each ("always")."""
+    for rank in launches(SCHEDULES):
+        kept, freed = rank["GPipe"], rank["1F1B"]
+        assert kept["reductions"] == MICROBATCHES * kept["gathers"] > 0
+        assert freed["gathers"] == 2 * freed["reductions"] > 0

@@ -108,7 +108,8 @@ def memory_of(
             reads it.
         scratch, host_is_device, expert_imbalance: as for `lifetimes`.
         earlier_microbatches: those of a pipeline whose forward has run and whose backward has not,
-            each with all that forward keeps for backward.
+            each with all activations that forward keeps for backward. Parameters that it keeps are
+            gathered once for all of them.
     """
     lives = lifetimes(
         joint,
@@ -164,11 +165,8 @@ def memory_of(
         Category.BUFFERS: given_bytes(joint, InputKind.BUFFER, InputKind.BATCH),
         Category.GRADIENTS: accumulated_bytes,
     }
-    if earlier_microbatches and backward:
-        for s in storages:
-            if s.born < backward[0] <= s.last <= backward[-1]:
-                kept_of_others = earlier_microbatches * s.bytes
-                always[s.category] = always.get(s.category, 0) + kept_of_others
+    kept_by_each = sum(s.bytes for s in storages if s.category is Category.ACTIVATIONS)
+    always[Category.ACTIVATIONS] = earlier_microbatches * kept_by_each
     by_category = {}
     for c in Category:
         lifespans = [(s.born, s.last, s.bytes) for s in storages if s.category is c]

@@ -28,8 +28,9 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 class PipelineStep:
     """Runs forward and backward of all microbatches on the stages of this rank.
 
-    Stages that were captured without backward run forward alone. Gradients are reduced, and
-    parameters gathered, once a microbatch, as each stage's graph does.
+    Stages that were captured without backward run forward alone. Gradients are reduced
+    once a microbatch, as each stage's graph does. Parameters that a stage keeps from forward to
+    backward are gathered once for all microbatches, others in each.
 
     Args:
         stages: those of this rank; the other ranks of the group have the others.
@@ -64,6 +65,8 @@ class PipelineStep:
             self._runtime = forward_runtime_of(list(stages), num_microbatches)
         self._losses: list[torch.Tensor] = []
         run = self._runtime.register_custom_function
+        run(ActionKind.UNSHARD, lambda action, ctx: self._stages[action.stage_index].unshard())
+        run(ActionKind.RESHARD, lambda action, ctx: self._stages[action.stage_index].reshard())
         run(ActionKind.FORWARD, self._forward)
         run(ActionKind.FULL_BACKWARD, self._backward)
 

@@ -16,6 +16,7 @@ from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
+from graph_trainer.core.pipeline.unshard_once import take_unshards
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.guard import Guard
 from graph_trainer.core.runtime.step import Gradients, output_tensor, run_compiled
@@ -61,15 +62,19 @@ class GraphStage(StageBase):
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
         self._halves = cut(joint, reads_numbers=True) if joint.signature.backward else None
-        self._forward_graph = joint if self._halves is None else self._halves.forward
+        self._unshards = None if self._halves is None else take_unshards(self._halves)
+        self._forward_graph = joint if self._unshards is None else self._unshards.forward
         agreement = OneRank() if data_group is None else Agreement(data_group)
         compile_graph = find_backend(backend).compile
         check_order_across_ranks(self._forward_graph, agreement)
         self._run_forward = compile_graph(self._forward_graph)
-        if self._halves is not None:
+        if self._halves is not None and self._unshards is not None:
+            check_order_across_ranks(self._unshards.unshard, agreement)
             check_order_across_ranks(self._halves.backward, agreement)
+            if self._unshards.inputs_read:
+                self._run_unshard = compile_graph(self._unshards.unshard)
             self._run_backward = compile_graph(self._halves.backward)
-        self._guard = Guard(self._forward_graph)
+        self._guard = Guard(joint if self._halves is None else self._halves.forward)
         batch = joint.inputs_of(InputKind.BATCH)
         received = [(spec, nodes) for spec, nodes in batch if spec.name.startswith("args[")]
         self._received_specs = [spec for spec, _ in received]
@@ -78,12 +83,39 @@ class GraphStage(StageBase):
         self._names = {path.partition("[")[0] for path in paths} - {"args"}
         gradients = joint.inputs_of(InputKind.OUTPUT_GRADIENT)
         self._gradients_as = [value_of(node) for _, nodes in gradients for node in nodes]
+        self._unsharded: Parts = []
         # by microbatch
         self._received: dict[int, Parts] = {}
+        self._inputs: dict[int, Parts] = {}
         self._saved: dict[int, Parts] = {}
         self._outputs: dict[int, Parts] = {}
         self._output_gradients: dict[int, Parts] = {}
         self._input_gradients: dict[int, Parts] = {}
+
+    # --- what a step computes once ------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather the parameters that forward keeps for backward, for all microbatches until
+        `reshard`.
+
+        Raises:
+            CaptureError: the module differs from that of the capture.
+        """
+        if self._unshards is None or not self._unshards.inputs_read:
+            return
+        tensors = self._guard.model.tensors(self.submod)
+        inputs = self._forward_graph.signature.inputs[: len(tensors)]
+        values = [
+            part.detach()
+            for spec, tensor in zip(inputs, tensors, strict=True)
+            for part in spec.layout.parts_of(tensor)
+        ]
+        read = [values[place] for place in self._unshards.inputs_read]
+        self._unsharded = list(run_compiled(self._run_unshard, self._unshards.unshard, read))
+
+    def reshard(self) -> None:
+        """Free what `unshard` has gathered."""
+        self._unsharded = []
 
     # --- what a microbatch computes ----------------------------------------------------------
 
@@ -107,10 +139,11 @@ class GraphStage(StageBase):
         values = self._guard.values(self._guard.tensors(self.submod, args, kwargs))
         inputs_read = () if self._halves is None else self._halves.inputs_read
         inputs = [values[place] for place in inputs_read]
+        values += self._unsharded
         results = list(run_compiled(self._run_forward, self._forward_graph, values))
-        if self._halves is not None:
-            split = len(results) - len(self._halves.saved())
-            self._saved[microbatch] = [*inputs, *results[split:]]
+        if self._unshards is not None:
+            split = len(results) - self._unshards.saved_by.count(None)
+            self._inputs[microbatch], self._saved[microbatch] = inputs, results[split:]
             results = results[:split]
         if self.is_last:
             return results[0]
@@ -120,7 +153,11 @@ class GraphStage(StageBase):
     def backward(self, microbatch: int) -> Gradients:
         """Run the backward of a microbatch, and return the gradients of the parameters."""
         assert self._halves is not None, "the stage was captured without backward"
-        values = self._saved.pop(microbatch)
+        assert self._unshards is not None
+        saved = iter(self._saved.pop(microbatch))
+        values = self._inputs.pop(microbatch)
+        for place in self._unshards.saved_by:
+            values.append(next(saved) if place is None else self._unsharded[place])
         if self.is_last:
             loss = self.joint.signature.outputs[0].layout
             values.append(torch.ones(loss.shape, dtype=loss.dtype, device=self.device))
@@ -169,7 +206,7 @@ class GraphStage(StageBase):
 
     def clear_runtime_states(self) -> None:
         """Forget the microbatches of a step that has failed."""
-        for state in (self._received, self._saved, self._outputs):
+        for state in (self._received, self._inputs, self._saved, self._outputs):
             state.clear()
         self._output_gradients.clear()
         self._input_gradients.clear()

@@ -7,11 +7,12 @@ import torch
 from hypothesis import HealthCheck, given
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes
 from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.partition.cut import cut
+from graph_trainer.core.pipeline.unshard_once import take_unshards
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
@@ -150,4 +151,9 @@ def test_each_earlier_microbatch_keeps_what_forward_saves(policy):
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
     one, four = memory_of(joint), memory_of(joint, earlier_microbatches=3)
     more = {b - a for a, b in zip(one.total, four.total, strict=True)}
-    assert more == {3 * cut(joint).saved_bytes()}
+    halves = cut(joint)
+    gathered_once = bytes_kept(halves.forward.graph, halves.saved())
+    unshards = take_unshards(halves)
+    returned = unshards.forward.output_values()[-unshards.saved_by.count(None) :]
+    assert more == {3 * bytes_kept(unshards.forward.graph, returned)}
+    assert (bytes_kept(unshards.forward.graph, returned) < gathered_once) is (policy == "never")
