@@ -82,6 +82,8 @@ class Pipeline:
     stages: Sequence[StageBase]
     """Where torchtitan's split has put the modules of this rank."""
     dims: ParallelDims
+    ranks_of_stage: dist.ProcessGroup
+    """Those that have the same stages: see `ranks_of_stage`."""
     loss_fn: Callable[..., Any]
     """torchtitan's: see `loss_of_batch`."""
     schedule: str
@@ -131,9 +133,8 @@ class Pipeline:
         of_all_ranks = Agreement()
         with of_all_ranks.errors_sent("capture its stages"):
             received = self._passed_on(of_all_ranks, microbatch)
-            of_stage = self._ranks_of_these_stages()
             captured = [
-                self._captured(stage, received, microbatch, global_valid_tokens, of_stage)
+                self._captured(stage, received, microbatch, global_valid_tokens)
                 for stage in self.stages
             ]
             self._step = PipelineStep(
@@ -161,22 +162,12 @@ class Pipeline:
         assert passed_on is not None, "the first rank of a pipeline has the first stage"
         return passed_on
 
-    def _ranks_of_these_stages(self) -> dist.ProcessGroup:
-        """Make the group of the ranks that have the same stages as this one."""
-        pp = self.dims.get_mesh("pp")
-        shape = (pp.size(), dist.get_world_size() // pp.size())
-        mesh = init_device_mesh(pp.device_type, shape, mesh_dim_names=("pp", "stage"))
-        # torchtitan's outermost dimension
-        assert mesh["pp"].mesh.tolist() == pp.mesh.tolist()
-        return mesh["stage"].get_group()
-
     def _captured(
         self,
         stage: StageBase,
         received: PassedOn,
         microbatch: Microbatch,
         global_valid_tokens: torch.Tensor | None,
-        of_stage: dist.ProcessGroup,
     ) -> GraphStage:
         inputs, labels, extra = microbatch
         name = f"stage {stage.stage_index} of {stage.num_stages}"
@@ -185,18 +176,18 @@ class Pipeline:
         kwargs: Mapping[str, Any] = extra
         if stage.is_last:
             kwargs = extra | _of_loss(labels, global_valid_tokens)
+        agreement = Agreement(self.ranks_of_stage)
         start = time.perf_counter()
-        joint = capture_stage(
-            *(stage.submod, (taken,), kwargs),
-            loss_fn=loss_of_stage(self.loss_fn) if stage.is_last else None,
-            backward=self.backward,
-            full_capture=self.full_capture,
-        )
-        captured = time.perf_counter()
-        self._check_passed_on(stage, joint, received)
-        self.on_event(f"Running the passes of {name}")
-        agreement = Agreement(of_stage)
-        with agreement.errors_sent(f"run the passes of {name}"):
+        with agreement.errors_sent(f"capture {name}"):
+            joint = capture_stage(
+                *(stage.submod, (taken,), kwargs),
+                loss_fn=loss_of_stage(self.loss_fn) if stage.is_last else None,
+                backward=self.backward,
+                full_capture=self.full_capture,
+            )
+            captured = time.perf_counter()
+            self._check_passed_on(stage, joint, received)
+            self.on_event(f"Running the passes of {name}")
             report = run_passes(joint, self._passes_of(stage), agreement=agreement)
             report.rows[0] = replace(report.rows[0], seconds=captured - start)
             self.check(joint)
@@ -206,7 +197,7 @@ class Pipeline:
             index=stage.stage_index,
             num_stages=stage.num_stages,
             group=stage.group,
-            data_group=of_stage,
+            data_group=self.ranks_of_stage,
         )
         self.on_event(
             f"{name}: {report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
@@ -238,6 +229,16 @@ class Pipeline:
                 "stages must pass on the same. Split the model where its tensors are alike "
                 "(parallelism.module_fqns_per_model_part)"
             )
+
+
+def ranks_of_stage(dims: ParallelDims) -> dist.ProcessGroup:
+    """Make the group of the ranks that have the same stages as this one; all ranks call it."""
+    pp = dims.get_mesh("pp")
+    shape = (pp.size(), dist.get_world_size() // pp.size())
+    mesh = init_device_mesh(pp.device_type, shape, mesh_dim_names=("pp", "stage"))
+    # torchtitan's outermost dimension
+    assert mesh["pp"].mesh.tolist() == pp.mesh.tolist()
+    return mesh["stage"].get_group()
 
 
 def loss_of_stage(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:

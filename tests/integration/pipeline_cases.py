@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
+from graph_trainer.titan import pipeline as pipeline_of_trainer
 from tests.integration.issued import count_issued
 from tests.integration.matrix import (
     BF16,
@@ -314,3 +317,21 @@ def checkpoints(folder: Path, _: str) -> dict[str, Any]:
     result["exported"] = [sorted(weights) for weights in exports]
     result["error"] = max(gradient_errors(*exports).values())
     return result
+
+
+def one_rank_fails(folder: Path, _: str) -> str:
+    """Return what each rank is told where one rank of the second stage cannot capture it."""
+    recorded = Recorded(PIPELINES["pp2_fsdp2"].flags, folder)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise gt.CaptureError("this layer cannot be traced")
+
+    failing = patch.object(pipeline_of_trainer, "capture_stage", fail)
+    with failing if dist.get_rank() == 3 else contextlib.nullcontext():
+        try:
+            recorded.step()
+        except gt.GraphTrainerError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            recorded.close()
+    return ""

@@ -12,10 +12,11 @@ from tests.integration.pipeline_cases import MICROBATCHES, PIPELINES
 
 SCHEDULES = Job(4, "pipeline_cases:schedules:")
 CHECKPOINTS = Job(4, "pipeline_cases:checkpoints:")
+FAILS = Job(4, "pipeline_cases:one_rank_fails:")
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
-    return [train(params["name"])] if "name" in params else [SCHEDULES, CHECKPOINTS]
+    return [train(params["name"])] if "name" in params else [SCHEDULES, CHECKPOINTS, FAILS]
 
 
 def train(name: str) -> Job:
@@ -79,3 +80,9 @@ def test_parameters_that_are_kept_are_gathered_once_a_step(launches: Launches) -
         kept, freed = rank["GPipe"], rank["1F1B"]
         assert kept["reductions"] == MICROBATCHES * kept["gathers"] > 0
         assert freed["gathers"] == 2 * freed["reductions"] > 0
+
+
+def test_a_stage_that_fails_on_one_rank_is_an_error_on_all(launches: Launches) -> None:
+    found = launches(FAILS)
+    assert len(found) == 4 and all("this layer cannot be traced" in error for error in found)
+    assert all("rank 3 could not" in error for error in found[:3])
