@@ -54,7 +54,13 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
         return 0
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     argv = launcher.with_names_of_environment(argv)
-    mode = load_config(argv).compile.mode
+    config = load_config(argv)
+    mode = config.compile.mode
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            "parallelism.pipeline_parallel_degree is above 1: bisect-passes examines the graph of "
+            "a whole step. Set it to 1."
+        )
     if mode == "eager":
         raise ConfigError(
             f"compile.mode is '{mode}': there is no captured step whose passes could be "

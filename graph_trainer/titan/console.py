@@ -21,6 +21,7 @@ _NO_NEWS = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchtitan's own default
     "initial_load_model_only=True has no effect",  # it is the default
     "While redistributing from",  # the norm of the gradients, a checkpoint of another mesh
+    "Pipeline Parallel loss is not visible",  # all ranks have it
     "Destroying the purge thread",
     "[GC] ",
     "Sleeping 2 seconds",
@@ -44,7 +45,7 @@ _NARROWER = (  # one after the other, until a line of progress fits
 
 def is_news(record: logging.LogRecord) -> bool:
     """Tell whether a record is none of those that mean nothing wherever they are logged."""
-    return not record.getMessage().startswith(_NO_NEWS)
+    return not _COLOUR.sub("", record.getMessage()).startswith(_NO_NEWS)
 
 
 def set_up_console(config: GraphTrainerConfig) -> None:

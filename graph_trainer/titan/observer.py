@@ -27,7 +27,8 @@ class RunObserver:
         """Receive what the passes did to a new graph, of training or validation."""
 
     def first_graph(self, joint: JointGraph) -> None:
-        """Receive the first graph of the train step, its passes run, before it communicates.
+        """Receive the first graph of the train step, its passes run, before it communicates; of a
+        pipeline the graph of each of this rank's stages.
 
         An error on one rank ends the step on all ranks.
         """

@@ -160,8 +160,8 @@ def seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _seed_of_run(dims: ParallelDims) -> int:
-    """Return the seed that all ranks share: torchtitan's `set_determinism` adds to it the rank's
-    place in a pipeline."""
+    """Return the seed that all ranks share: torchtitan's `set_determinism`, the last to seed before
+    parameters are initialized, adds to it the rank's place in a pipeline and nothing else."""
     stage = dims.get_mesh("pp").get_local_rank() if dims.pp_enabled else 0
     return (torch.initial_seed() - stage) % 2**64
 

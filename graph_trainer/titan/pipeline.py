@@ -82,8 +82,8 @@ class Pipeline:
     stages: Sequence[StageBase]
     """Where torchtitan's split has put the modules of this rank."""
     dims: ParallelDims
-    ranks_of_stage: dist.ProcessGroup
-    """Those that have the same stages: see `ranks_of_stage`."""
+    stage_group: dist.ProcessGroup
+    """The ranks that have the same stages: see `make_stage_group`."""
     loss_fn: Callable[..., Any]
     """torchtitan's: see `loss_of_batch`."""
     schedule: str
@@ -93,7 +93,7 @@ class Pipeline:
     full_capture: bool | None
     backward: bool = True
     """Whether gradients are computed; False for validation."""
-    on_gradients: Callable[[nn.Module, Gradients], None]
+    on_gradients: Callable[[nn.Module, Gradients], None] | None = None
     """As of `PipelineStep`."""
     on_event: Callable[[str], None]
     """Called with a line before each part of the work that may take seconds."""
@@ -133,10 +133,15 @@ class Pipeline:
         of_all_ranks = Agreement()
         with of_all_ranks.errors_sent("capture its stages"):
             received = self._passed_on(of_all_ranks, microbatch)
-            captured = [
-                self._captured(stage, received, microbatch, global_valid_tokens)
-                for stage in self.stages
-            ]
+            runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
+            captured = []
+            for stage in self.stages:
+                passes = self.passes
+                if self.backward:
+                    passes = _in_flight(passes, most_in_flight(runtime, stage.stage_index))
+                captured.append(
+                    self._captured(stage, passes, received, microbatch, global_valid_tokens)
+                )
             self._step = PipelineStep(
                 captured, self.schedule, self.num_microbatches, self.on_gradients
             )
@@ -165,6 +170,7 @@ class Pipeline:
     def _captured(
         self,
         stage: StageBase,
+        passes: PassConfig,
         received: PassedOn,
         microbatch: Microbatch,
         global_valid_tokens: torch.Tensor | None,
@@ -176,7 +182,7 @@ class Pipeline:
         kwargs: Mapping[str, Any] = extra
         if stage.is_last:
             kwargs = extra | _of_loss(labels, global_valid_tokens)
-        agreement = Agreement(self.ranks_of_stage)
+        agreement = Agreement(self.stage_group)
         start = time.perf_counter()
         with agreement.errors_sent(f"capture {name}"):
             joint = capture_stage(
@@ -188,7 +194,7 @@ class Pipeline:
             captured = time.perf_counter()
             self._check_passed_on(stage, joint, received)
             self.on_event(f"Running the passes of {name}")
-            report = run_passes(joint, self._passes_of(stage), agreement=agreement)
+            report = run_passes(joint, passes, agreement=agreement)
             report.rows[0] = replace(report.rows[0], seconds=captured - start)
             self.check(joint)
         passed = time.perf_counter()
@@ -197,7 +203,7 @@ class Pipeline:
             index=stage.stage_index,
             num_stages=stage.num_stages,
             group=stage.group,
-            data_group=self.ranks_of_stage,
+            data_group=self.stage_group,
         )
         self.on_event(
             f"{name}: {report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
@@ -206,18 +212,6 @@ class Pipeline:
         )
         self.on_report(joint, report)
         return runnable
-
-    def _passes_of(self, stage: StageBase) -> PassConfig:
-        """Return the passes of a stage, which has several microbatches in flight."""
-        if not self.backward:
-            return self.passes
-        runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
-        earlier = most_in_flight(runtime, stage.stage_index) - 1
-
-        def other_memory(joint: JointGraph) -> OtherMemory:
-            return self.passes.other_memory(joint)._replace(earlier_microbatches=earlier)
-
-        return replace(self.passes, other_memory=other_memory)
 
     def _check_passed_on(self, stage: StageBase, joint: JointGraph, received: PassedOn) -> None:
         if stage.is_last:
@@ -231,7 +225,17 @@ class Pipeline:
             )
 
 
-def ranks_of_stage(dims: ParallelDims) -> dist.ProcessGroup:
+def _in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
+    """Return the passes of a stage that has so many microbatches in flight at most."""
+
+    def other_memory(joint: JointGraph) -> OtherMemory:
+        other = passes.other_memory(joint)
+        return other._replace(earlier_microbatches=microbatches - 1)
+
+    return replace(passes, other_memory=other_memory)
+
+
+def make_stage_group(dims: ParallelDims) -> dist.ProcessGroup:
     """Make the group of the ranks that have the same stages as this one; all ranks call it."""
     pp = dims.get_mesh("pp")
     shape = (pp.size(), dist.get_world_size() // pp.size())

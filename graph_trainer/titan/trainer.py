@@ -67,7 +67,7 @@ from graph_trainer.titan.pipeline import (
     Microbatch,
     Pipeline,
     ValidationSchedule,
-    ranks_of_stage,
+    make_stage_group,
     sum_in_order,
 )
 from graph_trainer.titan.routing import RoutingRecorder
@@ -136,7 +136,7 @@ class GraphTrainer(Trainer):
                 path = Path(config.dump_folder) / file
                 self._routing = RoutingRecorder(self._model, self.parallel_dims, path)
             if is_pipeline:
-                self._ranks_of_stage = ranks_of_stage(self.parallel_dims)
+                self._stage_group = make_stage_group(self.parallel_dims)
                 self.pipeline = self._make_pipeline(check=self._check_first_graph)
             else:
                 self.captured_step = self._make_step(
@@ -190,7 +190,7 @@ class GraphTrainer(Trainer):
         return Pipeline(
             stages=stages_of(self.pp_schedule),
             dims=self.parallel_dims,
-            ranks_of_stage=self._ranks_of_stage,
+            stage_group=self._stage_group,
             loss_fn=self.loss_fn,
             schedule=self.config.parallelism.pipeline_parallel_schedule,
             num_microbatches=self.num_pipeline_parallel_microbatches,

@@ -234,6 +234,7 @@ def one_stage(folder: Path, name: str) -> None:
         "losses": recorded.losses,
         "gradients": recorded.gradients,
         "validated": recorded.validated,
+        "norms": recorded.norms,
     }
     torch.save(payload, _one_stage_file(folder, name))
     recorded.close()
@@ -274,6 +275,8 @@ def beside_one_stage(folder: Path, name: str, captured: Recorded) -> list[str]:
             total = total + loss
         if captured.trainer.pp_has_last_stage and captured.losses[step].item() != total.item():
             found.append(f"loss of step {step}")
+    if captured.norms != pytest.approx(whole["norms"], rel=1e-6):  # stage by stage
+        found.append(f"norms: {captured.norms} and {whole['norms']}")
     # the same rows, in one step or in one step each
     if captured.validated != pytest.approx(whole["validated"], rel=1e-6):
         found.append(f"validation: {captured.validated} and {whole['validated']}")

@@ -16,6 +16,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.nonfinite_guard import local_tensor
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import Issued, count_issued
 from tests.integration.matrix import COMMON, STEPS, Flags, arguments
@@ -34,6 +35,7 @@ class Recorded:
         losses: for each step, this rank's loss of every microbatch.
         gradients: for each step, this rank's part of every gradient before clipping, by name.
         validated: every validation's loss.
+        norms: for each step, the norm of all gradients.
         issued: the collectives that the last recorded step asked for, if it was asked to count.
     """
 
@@ -51,12 +53,20 @@ class Recorded:
         self.losses: list[torch.Tensor] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.validated: list[float] = []
+        self.norms: list[float] = []
         self.issued: Issued = {}
         self._microbatches: list[torch.Tensor] = []
         self._latest: dict[str, torch.Tensor] = {}
         self._original = self.trainer.forward_backward_step
         self.trainer.forward_backward_step = self._forward_backward_step
         self.trainer.metrics_processor.log_validation = self._log_validation
+        see = self.trainer._guard.see
+
+        def see_norm(step: int, **numbers: torch.Tensor) -> None:
+            self.norms.append(float(local_tensor(numbers["norm"])))
+            see(step, **numbers)
+
+        self.trainer._guard.see = see_norm
         self.batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def parameters(self) -> list[tuple[str, DTensor]]:

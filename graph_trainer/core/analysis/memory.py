@@ -108,8 +108,8 @@ def memory_of(
             reads it.
         scratch, host_is_device, expert_imbalance: as for `lifetimes`.
         earlier_microbatches: those of a pipeline whose forward has run and whose backward has not,
-            each with all activations that forward keeps for backward. Parameters that it keeps are
-            gathered once for all of them.
+            each with its batch and all activations that forward keeps for backward. Parameters
+            that it keeps are gathered once for all of them.
     """
     lives = lifetimes(
         joint,
@@ -165,8 +165,9 @@ def memory_of(
         Category.BUFFERS: given_bytes(joint, InputKind.BUFFER, InputKind.BATCH),
         Category.GRADIENTS: accumulated_bytes,
     }
-    kept_by_each = sum(s.bytes for s in storages if s.category is Category.ACTIVATIONS)
-    always[Category.ACTIVATIONS] = earlier_microbatches * kept_by_each
+    activations = sum(s.bytes for s in storages if s.category is Category.ACTIVATIONS)
+    always[Category.ACTIVATIONS] = earlier_microbatches * activations
+    always[Category.BUFFERS] += earlier_microbatches * given_bytes(joint, InputKind.BATCH)
     by_category = {}
     for c in Category:
         lifespans = [(s.born, s.last, s.bytes) for s in storages if s.category is c]

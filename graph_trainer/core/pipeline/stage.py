@@ -64,13 +64,15 @@ class GraphStage(StageBase):
         self._halves = cut(joint, reads_numbers=True) if joint.signature.backward else None
         self._unshards = None if self._halves is None else take_unshards(self._halves)
         self._forward_graph = joint if self._unshards is None else self._unshards.forward
+        # all exchanges first: a rank that fails to compile then leaves none waiting in one of them
         agreement = OneRank() if data_group is None else Agreement(data_group)
-        compile_graph = find_backend(backend).compile
         check_order_across_ranks(self._forward_graph, agreement)
-        self._run_forward = compile_graph(self._forward_graph)
         if self._halves is not None and self._unshards is not None:
             check_order_across_ranks(self._unshards.unshard, agreement)
             check_order_across_ranks(self._halves.backward, agreement)
+        compile_graph = find_backend(backend).compile
+        self._run_forward = compile_graph(self._forward_graph)
+        if self._halves is not None and self._unshards is not None:
             if self._unshards.inputs_read:
                 self._run_unshard = compile_graph(self._unshards.unshard)
             self._run_backward = compile_graph(self._halves.backward)
@@ -210,6 +212,7 @@ class GraphStage(StageBase):
             state.clear()
         self._output_gradients.clear()
         self._input_gradients.clear()
+        self._unsharded.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Do nothing: the graph reduces gradients."""

@@ -27,9 +27,11 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if parallelism.pipeline_parallel_degree == 1 or spec is None:
         return
     model = f"{spec.name} {spec.flavor}"
-    for problem in _of_model(spec):
-        yield Problem(DEGREE, f"{model} {problem}", "Set it to 1, or train another model.")
+    of_model = next(_of_model(spec), None)
+    if of_model is not None:
+        yield Problem(DEGREE, f"{model} {of_model}", "Set it to 1, or train another model.")
         return
+    csv = parallelism.pipeline_parallel_schedule_csv
     is_budget = isinstance(config.activation_checkpoint, BudgetAC.Config)
     unsupported = (
         ("activation_checkpoint.type", is_budget, "full"),
@@ -40,7 +42,7 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         ),
         ("compile.mode", config.compile.mode == "partitioned", "aot_fx_trace"),
         (SAVE_ROUTING, getattr(config.metrics, "save_routing", None) is not None, None),
-        ("parallelism.pipeline_parallel_schedule_csv", bool(_csv(config)), ""),
+        ("parallelism.pipeline_parallel_schedule_csv", bool(csv), ""),
     )
     for key, is_set, wanted in unsupported:
         if is_set:
@@ -55,10 +57,6 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         return
     yield from _batch_problems(config)
     yield from _stage_problems(config, len(spec.model.layers))
-
-
-def _csv(config: GraphTrainerConfig) -> str | None:
-    return config.parallelism.pipeline_parallel_schedule_csv
 
 
 def _of_model(spec: Any) -> Iterator[str]:
@@ -87,9 +85,9 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"Set it to {degree * size} or more, or lower {_MICROBATCH}.",
             (_MICROBATCH, DEGREE),
         )
-    # of torch's looped schedules: as many microbatches in each round
+    # as torch's schedule: as many microbatches in each round
     rounds = max(1, microbatches // degree)
-    if schedule not in ("1F1B", "GPipe") and microbatches % rounds:
+    if schedule == "Interleaved1F1B" and microbatches % rounds:
         yield Problem(
             _BATCH,
             f"{microbatches} microbatches, which {schedule} runs in {rounds} rounds of as many",
@@ -107,17 +105,24 @@ def _stage_problems(config: GraphTrainerConfig, num_layers: int) -> Iterator[Pro
     split = parallelism.module_fqns_per_model_part
     if split is not None:
         key, stages = "parallelism.module_fqns_per_model_part", len(split)
-        value, remedy = (
-            f"{stages} stages",
-            f"Name the modules of {degree * (1 if is_single else 2)}",
-        )
         if stages % degree or (stages == degree) != is_single:
             yield Problem(
                 key,
                 f"{schedule} has {wanted} on each of {degree} ranks",
-                f"{remedy} stages.",
+                f"Name the modules of {degree * (1 if is_single else 2)} stages.",
                 (_SCHEDULE, DEGREE),
-                value,
+                f"{stages} stages",
+            )
+        # torchtitan trains without a module that no stage names, and twice what two name
+        layers = [f"layers.{index}" for index in range(num_layers)]
+        modules = [name for stage in split for name in stage]
+        if modules != ["tok_embeddings", *layers, "norm", "lm_head"] or not all(split):
+            yield Problem(
+                key,
+                "not every module of the model once and in order",
+                f"Name tok_embeddings, layers.0 to layers.{num_layers - 1}, norm and lm_head, "
+                "some of them in each stage.",
+                (DEGREE,),
             )
         return
     first = parallelism.pipeline_parallel_first_stage_less_layers

@@ -155,5 +155,6 @@ def test_each_earlier_microbatch_keeps_what_forward_saves(policy):
     gathered_once = bytes_kept(halves.forward.graph, halves.saved())
     unshards = take_unshards(halves)
     returned = unshards.forward.output_values()[-unshards.saved_by.count(None) :]
-    assert more == {3 * bytes_kept(unshards.forward.graph, returned)}
+    batch = given_bytes(joint, InputKind.BATCH)
+    assert more == {3 * (bytes_kept(unshards.forward.graph, returned) + batch)}
     assert (bytes_kept(unshards.forward.graph, returned) < gathered_once) is (policy == "never")

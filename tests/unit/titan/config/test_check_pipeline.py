@@ -49,6 +49,25 @@ def test_what_cannot_run_is_refused_before_ranks_start(model, given, said):
     assert said in str(raised.value)
 
 
+SPLIT = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"]]
+SPLIT += [["layers.3", "layers.4", "layers.5"], ["norm", "lm_head"]]
+
+
+@pytest.mark.parametrize(
+    "split", [SPLIT, [*SPLIT[:3], ["lm_head"]], [["layers.0"], *SPLIT[1:]], [SPLIT[0], *SPLIT]]
+)
+def test_a_split_names_every_module_once(split, tmp_path):
+    file = tmp_path / "split.toml"
+    text = f"[parallelism]\nmodule_fqns_per_model_part = {split}\n"
+    file.write_text(f'base = "llama3_debugmodel"\n{text}')
+    words = [*LLAMA3[:2], "--config", str(file), *flags(2, "LoopedBFS", rows=5)]
+    if split is SPLIT:
+        load_config(words, world_size=None)
+    else:
+        with pytest.raises(gt.ConfigError, match="module_fqns_per_model_part = "):
+            load_config(words, world_size=None)
+
+
 def test_stages_multiply_the_ranks():
     config = load_config([*LLAMA3, *flags(2, "Interleaved1F1B")], world_size=4)
     assert wanted_ranks(config) == 2
