@@ -145,7 +145,11 @@ def seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
 
     def seeded(name: str, draw: Callable[[], None]) -> None:
         digest = hashlib.sha256(f"{seed} {clean_fqn(name)}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        number = int.from_bytes(digest[:8], "big")
+        # the generators in use alone: torch.manual_seed looks for every device, for milliseconds
+        torch.default_generator.manual_seed(number)
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(number)
         draw()
 
     for name, module in modules:
