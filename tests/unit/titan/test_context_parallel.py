@@ -146,6 +146,7 @@ def assert_close(found, expected):
 def config_of(*flags, base=(), degree=2):
     words = [*base, "--training.seq_len", "64", "--training.local_batch_size", "1"]
     words += ["--parallelism.data_parallel_shard_degree", "1"]
+    words += ["--training.mixed_precision_param", "bfloat16"]
     config = load_config([*words, "--parallelism.context_parallel_degree", str(degree), *flags])
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     return config

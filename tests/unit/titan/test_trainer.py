@@ -67,7 +67,8 @@ def run_of_two_steps(monkeypatch, checkpointer, named=None, batches=1):
     checkpoint = SimpleNamespace(initial_load_path=named)
     run.config = SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(steps=2))
     run.checkpointer = checkpointer
-    run._microbatches, run._routing, run._model, run.optimizers = 0, None, nn.Linear(1, 1), None
+    run._microbatches, run._routing, run.optimizers = 0, None, None
+    run.model_parts = [nn.Linear(1, 1)]
     run.observer, run.step = SimpleNamespace(finished=lambda *of: None), 0
     run._guard = NonfiniteGuard()
     return run, said, prepared
