@@ -26,6 +26,7 @@ RANKS = 2
 def config_of(*flags, world_size=RANKS):
     """The debug model with one layer."""
     words = ["--config", "debugmodel", "--training.seq_len", "32"]
+    words += ["--training.mixed_precision_param", "bfloat16"]
     config = load_config(
         [*words, "--training.local_batch_size", "1", *flags], world_size=world_size
     )

@@ -30,7 +30,7 @@ BEFORE = (
     ("--training.seq_len", "128"),
     ("--training.local_batch_size", "1"),
     ("--parallelism.tensor_parallel_degree", "2"),
-    ("--training.mixed_precision_param", "float32"),
+    ("--training.mixed_precision_param", "bfloat16"),
     ("--loss.type", "chunked_cross_entropy"),
     ("--compile.mode", "eager"),
 )
@@ -160,6 +160,7 @@ def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "load_hardware", lambda name: small)
     monkeypatch.setattr(plan_command, "usable_processes", lambda: 1)
     words = ["--world-size", "4", "--training.seq_len", "256", "--memory-curve"]
+    words += ["--training.mixed_precision_param", "bfloat16"]
     words += ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
     assert plan_command.main(words) == 0
     steps = Counter((what_is_captured(run.config), run.rank) for run in captured)

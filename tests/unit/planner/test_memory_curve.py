@@ -20,7 +20,14 @@ from graph_trainer.planner.plan_tables import report_text
 from graph_trainer.planner.simulated_agreement import decided_by
 from graph_trainer.titan.config.load import load_config
 
-BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.55"]
+BUDGET = [
+    "--training.mixed_precision_param",
+    "bfloat16",
+    "--activation_checkpoint.type",
+    "budget",
+    "--compile.memory_limit_gib",
+    "2.55",
+]
 
 
 @pytest.fixture(scope="module")

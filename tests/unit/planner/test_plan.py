@@ -50,6 +50,7 @@ from tests.unit.graphs import captured_decoder
 from tests.unit.planner.conftest import shown
 
 FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
+FLAGS += ["--training.mixed_precision_param", "bfloat16"]
 
 
 def small(*more: str, ranks: int = 4):
