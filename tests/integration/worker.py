@@ -32,7 +32,7 @@ from graph_trainer.train import leave
 from tests.integration.launch import report
 
 # A job that waits for ever ends its launch, and the stacks of its ranks say where it waited.
-SECONDS_OF_A_JOB = 400
+SECONDS_OF_A_JOB = 600
 
 
 def run(job: str, folder: Path) -> Any:
