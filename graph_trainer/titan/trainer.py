@@ -34,6 +34,13 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
 from graph_trainer.titan.activation_policies import BudgetAC
+from graph_trainer.titan.captured_stages import (
+    Microbatch,
+    Pipeline,
+    ValidationSchedule,
+    make_stage_group,
+    sum_in_order,
+)
 from graph_trainer.titan.checkpoint_states import GENERATORS, Generators, keep_generators_from
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
@@ -63,13 +70,6 @@ from graph_trainer.titan.memory_table_file import memory_table_to_toml
 from graph_trainer.titan.model_flops import flops_beyond_torchtitans
 from graph_trainer.titan.nonfinite_guard import NonfiniteGuard, local_norm, local_tensor
 from graph_trainer.titan.observer import RunObserver
-from graph_trainer.titan.pipeline import (
-    Microbatch,
-    Pipeline,
-    ValidationSchedule,
-    make_stage_group,
-    sum_in_order,
-)
 from graph_trainer.titan.routing import RoutingRecorder
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 from graph_trainer.titan.validator import MakeStep, checked_validator

@@ -15,9 +15,9 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.capture.tracing.trace import LossFn
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import TrainingError
+from graph_trainer.titan.captured_stages import ValidationSchedule
 from graph_trainer.titan.checkpoint_states import keep_generators_from
 from graph_trainer.titan.data.loader import TextDataLoader
-from graph_trainer.titan.pipeline import ValidationSchedule
 from graph_trainer.titan.step_inputs import loss_of_batch
 
 MakeStep = Callable[[LossFn], TrainStep]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
+from graph_trainer.core.pipeline import stage as stage_module
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
-from graph_trainer.titan import pipeline as pipeline_of_trainer
+from graph_trainer.titan import captured_stages
 from tests.integration.issued import count_issued
 from tests.integration.matrix import (
     BF16,
@@ -66,11 +68,13 @@ class Pipeline:
         if "validator.steps" in flags:  # a row each
             flags = flags | {"validator.steps": flags["training.local_batch_size"]}
         sequences = self.flags["training.local_batch_size"]
-        data_ranks = self.flags["parallelism.data_parallel_shard_degree"]
+        keys = ("parallelism.data_parallel_shard_degree", _REPLICATE)
+        data_ranks = math.prod(self.flags.get(key, 1) for key in keys)
         return flags | rows(1) | {"training.global_batch_size": sequences * data_ranks}
 
 
 _DEGREE = "parallelism.pipeline_parallel_degree"
+_REPLICATE = "parallelism.data_parallel_replicate_degree"
 
 
 def pipeline_of(degree: int, schedule: str) -> Flags:
@@ -89,15 +93,13 @@ PIPELINES = {
         4, pipeline_of(2, "Interleaved1F1B") | shard(1) | context(2) | rows(4) | FP32
     ),
     "pp2_fsdp2_tp2": Pipeline(8, pipeline_of(2, "1F1B") | shard(2) | tensor(2) | rows(3) | FP32),
-    "pp4_ddp2_gpipe": Pipeline(
-        8, pipeline_of(4, "GPipe") | replicate(2) | shard(1) | rows(5) | BF16
-    ),
-    "pp2_ep2_tp2": Pipeline(
+    "pp4_fsdp2_gpipe": Pipeline(8, pipeline_of(4, "GPipe") | shard(2) | rows(5) | BF16),
+    "pp2_hsdp2x2_ep2": Pipeline(
         8,
         DEEPSEEK_V3.flags
         | pipeline_of(2, "1F1B")
+        | replicate(2)
         | shard(2)
-        | tensor(2)
         | {"parallelism.expert_parallel_degree": 2}
         | rows(2)
         | FP32,
@@ -150,6 +152,7 @@ def schedules(folder: Path, _: str) -> dict[str, Any]:
         "1F1B": pipeline(mesh, "1F1B", (3, 2), "always"),
         "GPipe": pipeline(mesh, "GPipe", (1, 4), "never"),
         "Interleaved1F1B": pipeline(mesh, "Interleaved1F1B", (1, 1, 2, 1), "always"),
+        "LoopedBFS": pipeline(mesh, "LoopedBFS", (2, 1, 1, 1), "never"),
     }
 
 
@@ -198,16 +201,19 @@ def pipeline(
         loss.backward()
         expected.append(loss.detach())
     is_last = any(stage.is_last for stage in stages)
-    differing = []
+    differing, errors = [], []
     if is_last and not torch.equal(torch.stack(losses), torch.stack(expected)):
         differing.append("loss")
     gradients = {name: parameter.grad for name, parameter in one_stage.named_parameters()}
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
-            if not torch.equal(local(parameter.grad), local(gradients[name])):
+            one, other = local(parameter.grad), local(gradients[name])
+            errors.append(float((one - other).norm() / other.norm()) if other.numel() else 0.0)
+            if not torch.equal(one, other):
                 differing.append(name)
     return {
         "differing": differing,
+        "error": max(errors),
         "losses": len(losses),
         "is_last": is_last,
         "gathers": issued.get(f"{BACKEND}:all_gather", 0),
@@ -322,14 +328,21 @@ def checkpoints(folder: Path, _: str) -> dict[str, Any]:
     return result
 
 
-def one_rank_fails(folder: Path, _: str) -> str:
-    """Return what each rank is told where one rank of the second stage cannot capture it."""
+def one_rank_fails(folder: Path, what: str) -> str:
+    """Return what each rank is told where one rank of the second stage fails.
+
+    Args:
+        what: "capture" or "compile", in which it does.
+    """
     recorded = Recorded(PIPELINES["pp2_fsdp2"].flags, folder)
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise gt.CaptureError("this layer cannot be traced")
+        raise gt.CaptureError("not on this rank")
 
-    failing = patch.object(pipeline_of_trainer, "capture_stage", fail)
+    place = (captured_stages, "capture_stage")
+    if what == "compile":
+        place = (stage_module, "find_backend")
+    failing = patch.object(*place, fail)
     with failing if dist.get_rank() == 3 else contextlib.nullcontext():
         try:
             recorded.step()

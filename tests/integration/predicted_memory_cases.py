@@ -46,7 +46,7 @@ WIDE: Flags = {"training.seq_len": 64, "training.local_batch_size": 1}
 EXPERTS: Flags = {
     "module": "graph_trainer.deepseek_v3",
     "config": "debugmodel",
-    "training.seq_len": 256,
+    "training.seq_len": 512,
     "parallelism.expert_parallel_degree": 2,
     "metrics.save_routing": "routing.json",
 }

@@ -12,11 +12,13 @@ from tests.integration.pipeline_cases import MICROBATCHES, PIPELINES
 
 SCHEDULES = Job(4, "pipeline_cases:schedules:")
 CHECKPOINTS = Job(4, "pipeline_cases:checkpoints:")
-FAILS = Job(4, "pipeline_cases:one_rank_fails:")
+FAILS = {w: Job(4, f"pipeline_cases:one_rank_fails:{w}") for w in ("capture", "compile")}
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
-    return [train(params["name"])] if "name" in params else [SCHEDULES, CHECKPOINTS, FAILS]
+    if "name" in params:
+        return [train(params["name"])]
+    return [FAILS[params["what"]]] if "what" in params else [SCHEDULES, CHECKPOINTS]
 
 
 def train(name: str) -> Job:
@@ -82,7 +84,16 @@ def test_parameters_that_are_kept_are_gathered_once_a_step(launches: Launches) -
         assert freed["gathers"] == 2 * freed["reductions"] > 0
 
 
-def test_a_stage_that_fails_on_one_rank_is_an_error_on_all(launches: Launches) -> None:
-    found = launches(FAILS)
-    assert len(found) == 4 and all("this layer cannot be traced" in error for error in found)
-    assert all("rank 3 could not" in error for error in found[:3])
+@pytest.mark.parametrize("what", FAILS)
+def test_a_stage_that_fails_on_one_rank_is_an_error_on_all(launches: Launches, what: str) -> None:
+    errors = launches(FAILS[what])
+    assert len(errors) == 4 and all("not on this rank" in error for error in errors)
+    assert all("rank 3 could not" in error for error in errors[:3])
+
+
+def test_another_order_of_microbatches_adds_up_to_the_same(launches: Launches) -> None:
+    """LoopedBFS runs the backward of the last microbatch first."""
+    for rank in launches(SCHEDULES):
+        result = rank["LoopedBFS"]
+        assert "loss" not in result["differing"]
+        assert result["error"] < TOLERANCE["float32"]

@@ -103,29 +103,6 @@ def capture_stage(
     return joint if loss_fn or not backward else _with_gradients_as_inputs(joint, outputs)
 
 
-def capture_outputs(
-    module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> list[torch.Tensor]:
-    """Return what a module would return for a batch: its tensors, without storage.
-
-    Args:
-        module, args, kwargs: as of `capture_stage`.
-
-    Raises:
-        CaptureError: as of `capture`; or the module returns no tensor.
-    """
-    step = Step(
-        model=module,
-        loss_fn=_call,
-        args=args,
-        kwargs=dict(kwargs or {}),
-        backward=False,
-        meta_as="meta",
-        returned=ModelOutputs(),
-    )
-    return output_tensors(capture_step(step))
-
-
 def output_tensors(joint: JointGraph) -> list[torch.Tensor]:
     """Return the tensors, without storage, that the model of a graph returns."""
     outputs = with_parts(joint.signature.outputs, joint.output_values())

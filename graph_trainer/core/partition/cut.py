@@ -198,9 +198,7 @@ def _reads(
                         "one of the two, or correct its phase"
                     )
                 continue
-            if value not in readable or node in seeds:
-                continue
-            if value in numbers:
+            if value not in readable or value in numbers or node in seeds:
                 continue
             if not isinstance(value_of(value), torch.Tensor):
                 raise PassError(
@@ -302,7 +300,7 @@ def _forward_half(
         specs.append(Output(OutputKind.SAVED, node.name, layout))
     kept_inputs = [s for s in joint.signature.inputs if s.kind is not InputKind.OUTPUT_GRADIENT]
     signature = Signature(tuple(kept_inputs), tuple(specs), backward=False)
-    return _half(joint, graph, signature), saved
+    return part_of(joint, graph, signature), saved
 
 
 def _backward_half(
@@ -353,14 +351,19 @@ def _backward_half(
             returned += [read(output, node) for node in nodes]
     graph.output(tuple(returned))
     signature = Signature(tuple(inputs), tuple(specs), joint.signature.parameters_without_grad)
-    return _half(joint, graph, signature)
+    return part_of(joint, graph, signature)
 
 
-def _half(joint: JointGraph, graph: fx.Graph, signature: Signature) -> JointGraph:
+def part_of(joint: JointGraph, graph: fx.Graph, signature: Signature) -> JointGraph:
+    """Make a joint graph of a part of another one, with a signature of its own.
+
+    Args:
+        graph: copies of nodes of the joint graph; its `get_attr` nodes that none reads go.
+    """
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)
-    half = dataclasses.replace(
+    part = dataclasses.replace(
         joint,
         graph_module=fx.GraphModule(joint.graph_module, graph),
         signature=signature,
@@ -368,5 +371,5 @@ def _half(joint: JointGraph, graph: fx.Graph, signature: Signature) -> JointGrap
         decisions={},
         remarks=[],
     )
-    half.validate()
-    return half
+    part.validate()
+    return part

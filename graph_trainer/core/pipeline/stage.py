@@ -15,8 +15,7 @@ from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.partition.cut import cut
-from graph_trainer.core.pipeline.unshard_once import take_unshards
+from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.guard import Guard
 from graph_trainer.core.runtime.step import Gradients, output_tensor, run_compiled
@@ -61,22 +60,21 @@ class GraphStage(StageBase):
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
-        self._halves = cut(joint, reads_numbers=True) if joint.signature.backward else None
-        self._unshards = None if self._halves is None else take_unshards(self._halves)
-        self._forward_graph = joint if self._unshards is None else self._unshards.forward
+        self._graphs = stage_graphs(joint) if joint.signature.backward else None
+        self._forward_graph = joint if self._graphs is None else self._graphs.forward
         # all exchanges first: a rank that fails to compile then leaves none waiting in one of them
         agreement = OneRank() if data_group is None else Agreement(data_group)
         check_order_across_ranks(self._forward_graph, agreement)
-        if self._halves is not None and self._unshards is not None:
-            check_order_across_ranks(self._unshards.unshard, agreement)
-            check_order_across_ranks(self._halves.backward, agreement)
+        if self._graphs is not None:
+            check_order_across_ranks(self._graphs.unshard, agreement)
+            check_order_across_ranks(self._graphs.backward, agreement)
         compile_graph = find_backend(backend).compile
         self._run_forward = compile_graph(self._forward_graph)
-        if self._halves is not None and self._unshards is not None:
-            if self._unshards.inputs_read:
-                self._run_unshard = compile_graph(self._unshards.unshard)
-            self._run_backward = compile_graph(self._halves.backward)
-        self._guard = Guard(joint if self._halves is None else self._halves.forward)
+        if self._graphs is not None:
+            if self._graphs.unshard_reads:
+                self._run_unshard = compile_graph(self._graphs.unshard)
+            self._run_backward = compile_graph(self._graphs.backward)
+        self._guard = Guard(joint)
         batch = joint.inputs_of(InputKind.BATCH)
         received = [(spec, nodes) for spec, nodes in batch if spec.name.startswith("args[")]
         self._received_specs = [spec for spec, _ in received]
@@ -103,7 +101,7 @@ class GraphStage(StageBase):
         Raises:
             CaptureError: the module differs from that of the capture.
         """
-        if self._unshards is None or not self._unshards.inputs_read:
+        if self._graphs is None or not self._graphs.unshard_reads:
             return
         tensors = self._guard.model.tensors(self.submod)
         inputs = self._forward_graph.signature.inputs[: len(tensors)]
@@ -112,8 +110,8 @@ class GraphStage(StageBase):
             for spec, tensor in zip(inputs, tensors, strict=True)
             for part in spec.layout.parts_of(tensor)
         ]
-        read = [values[place] for place in self._unshards.inputs_read]
-        self._unsharded = list(run_compiled(self._run_unshard, self._unshards.unshard, read))
+        read = [values[place] for place in self._graphs.unshard_reads]
+        self._unsharded = list(run_compiled(self._run_unshard, self._graphs.unshard, read))
 
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
@@ -139,13 +137,13 @@ class GraphStage(StageBase):
             args = [wrap(parts_of_tensor, spec.layout) for spec, parts_of_tensor in specs]
         kwargs = {name: kwargs[name] for name in self._names}
         values = self._guard.values(self._guard.tensors(self.submod, args, kwargs))
-        inputs_read = () if self._halves is None else self._halves.inputs_read
-        inputs = [values[place] for place in inputs_read]
-        values += self._unsharded
+        if self._graphs is not None:
+            self._inputs[microbatch] = [values[place] for place in self._graphs.backward_reads]
+            values += self._unsharded
         results = list(run_compiled(self._run_forward, self._forward_graph, values))
-        if self._unshards is not None:
-            split = len(results) - self._unshards.saved_by.count(None)
-            self._inputs[microbatch], self._saved[microbatch] = inputs, results[split:]
+        if self._graphs is not None:
+            split = len(results) - self._graphs.saved_by.count(None)
+            self._saved[microbatch] = results[split:]
             results = results[:split]
         if self.is_last:
             return results[0]
@@ -154,20 +152,19 @@ class GraphStage(StageBase):
 
     def backward(self, microbatch: int) -> Gradients:
         """Run the backward of a microbatch, and return the gradients of the parameters."""
-        assert self._halves is not None, "the stage was captured without backward"
-        assert self._unshards is not None
+        assert self._graphs is not None, "the stage was captured without backward"
         saved = iter(self._saved.pop(microbatch))
         values = self._inputs.pop(microbatch)
-        for place in self._unshards.saved_by:
+        for place in self._graphs.saved_by:
             values.append(next(saved) if place is None else self._unsharded[place])
         if self.is_last:
             loss = self.joint.signature.outputs[0].layout
             values.append(torch.ones(loss.shape, dtype=loss.dtype, device=self.device))
         else:
             values += _as(self._gradients_as, self._output_gradients.pop(microbatch))
-        results = run_compiled(self._run_backward, self._halves.backward, values)
+        results = run_compiled(self._run_backward, self._graphs.backward, values)
         gradients: Gradients = {}
-        for spec, parts in with_parts(self._halves.backward.signature.outputs, results):
+        for spec, parts in with_parts(self._graphs.backward.signature.outputs, results):
             if spec.kind is OutputKind.GRADIENT:
                 gradients[spec.name] = output_tensor(spec, parts)
             elif not self.is_first:

@@ -217,7 +217,8 @@ class Guard:
     def __init__(self, joint: JointGraph, *, under_autograd: bool = False) -> None:
         self.model = ModelGuard(joint)
         self.batch = BatchGuard(joint, under_autograd=under_autograd)
-        self._inputs = joint.signature.inputs
+        # those of a call: a part of a graph takes saved values and gradients too
+        self._inputs = [spec for spec in joint.signature.inputs if spec.kind in _OF_CALL]
 
     def tensors(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -247,6 +248,7 @@ class Guard:
 
 
 _OF_MODEL = (InputKind.PARAMETER, InputKind.BUFFER)
+_OF_CALL = (*_OF_MODEL, InputKind.BATCH)
 
 
 def _is_same(captured: Any, now: Any) -> bool:

@@ -80,12 +80,11 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     parallelism = config.parallelism
     experts = parallelism.expert_parallel_degree
     ranks_per_batch = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    ranks_per_batch *= parallelism.pipeline_parallel_degree
     fixed = parallelism.data_parallel_replicate_degree * ranks_per_batch
+    fixed *= parallelism.pipeline_parallel_degree
     shards = parallelism.data_parallel_shard_degree
     if shards < 1:
-        of_stage = ranks_per_batch // parallelism.pipeline_parallel_degree
-        multiple = experts // math.gcd(experts, of_stage)
+        multiple = experts // math.gcd(experts, ranks_per_batch)
         shards = multiple * -(-max(1, 2 // fixed) // multiple)
     return fixed * shards
 

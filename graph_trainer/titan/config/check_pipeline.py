@@ -71,10 +71,8 @@ def _of_model(spec: Any) -> Iterator[str]:
 
 def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     parallelism, rows = config.parallelism, config.training.local_batch_size
-    size, degree = (
-        parallelism.pipeline_parallel_microbatch_size,
-        parallelism.pipeline_parallel_degree,
-    )
+    size = parallelism.pipeline_parallel_microbatch_size
+    degree = parallelism.pipeline_parallel_degree
     microbatches = rows // size  # which torchtitan's config has checked to divide
     schedule = parallelism.pipeline_parallel_schedule
     if schedule == "1F1B" and microbatches < degree:

@@ -166,7 +166,8 @@ class GraphParallelismConfig(ParallelismConfig):
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """
     Which parameters backward gathers again: "always" all that it reads; "never" none; "default"
-    all but the last bucket (final norm and output head), with which backward starts; "auto" those
+    all but the last bucket (final norm and output head), with which backward starts, and none in
+    the stages of a pipeline, as FSDP2 does; "auto" those
     that are worth less than their memory under compile.memory_limit_gib. "auto" acts on a captured
     step only.
     """

@@ -22,11 +22,13 @@ from graph_trainer.titan.config.load import load_config
 
 RANKS = 2
 
+# the numbers of many plans here are of it, and the debug model computes in float32
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+
 
 def config_of(*flags, world_size=RANKS):
     """The debug model with one layer."""
-    words = ["--config", "debugmodel", "--training.seq_len", "32"]
-    words += ["--training.mixed_precision_param", "bfloat16"]
+    words = ["--config", "debugmodel", "--training.seq_len", "32", *BFLOAT16]
     config = load_config(
         [*words, "--training.local_batch_size", "1", *flags], world_size=world_size
     )

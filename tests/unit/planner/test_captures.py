@@ -13,6 +13,7 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.titan.config.load import load_config
+from tests.unit.planner.conftest import BFLOAT16
 
 FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
 HARDWARE = load_hardware("h100-sxm")
@@ -30,7 +31,7 @@ BEFORE = (
     ("--training.seq_len", "128"),
     ("--training.local_batch_size", "1"),
     ("--parallelism.tensor_parallel_degree", "2"),
-    ("--training.mixed_precision_param", "bfloat16"),
+    BFLOAT16,
     ("--loss.type", "chunked_cross_entropy"),
     ("--compile.mode", "eager"),
 )
@@ -159,8 +160,7 @@ def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     small = dataclasses.replace(HARDWARE, memory_gib=0.05, memory_reserved_gib=0.0)
     monkeypatch.setattr(plan_command, "load_hardware", lambda name: small)
     monkeypatch.setattr(plan_command, "usable_processes", lambda: 1)
-    words = ["--world-size", "4", "--training.seq_len", "256", "--memory-curve"]
-    words += ["--training.mixed_precision_param", "bfloat16"]
+    words = ["--world-size", "4", "--training.seq_len", "256", "--memory-curve", *BFLOAT16]
     words += ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
     assert plan_command.main(words) == 0
     steps = Counter((what_is_captured(run.config), run.rank) for run in captured)

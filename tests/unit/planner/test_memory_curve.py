@@ -19,15 +19,9 @@ from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.plan_tables import report_text
 from graph_trainer.planner.simulated_agreement import decided_by
 from graph_trainer.titan.config.load import load_config
+from tests.unit.planner.conftest import BFLOAT16
 
-BUDGET = [
-    "--training.mixed_precision_param",
-    "bfloat16",
-    "--activation_checkpoint.type",
-    "budget",
-    "--compile.memory_limit_gib",
-    "2.55",
-]
+BUDGET = [*BFLOAT16, "--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.55"]
 
 
 @pytest.fixture(scope="module")

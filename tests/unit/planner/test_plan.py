@@ -47,10 +47,9 @@ from graph_trainer.titan.training_state_memory import (
 )
 from tests.unit.core.simulation.machines import INSTANT
 from tests.unit.graphs import captured_decoder
-from tests.unit.planner.conftest import shown
+from tests.unit.planner.conftest import BFLOAT16, shown
 
-FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
-FLAGS += ["--training.mixed_precision_param", "bfloat16"]
+FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2", *BFLOAT16]
 
 
 def small(*more: str, ranks: int = 4):

@@ -12,7 +12,7 @@ from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.partition.cut import cut
-from graph_trainer.core.pipeline.unshard_once import take_unshards
+from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
@@ -151,10 +151,8 @@ def test_each_earlier_microbatch_keeps_what_forward_saves(policy):
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
     one, four = memory_of(joint), memory_of(joint, earlier_microbatches=3)
     more = {b - a for a, b in zip(one.total, four.total, strict=True)}
-    halves = cut(joint)
-    gathered_once = bytes_kept(halves.forward.graph, halves.saved())
-    unshards = take_unshards(halves)
-    returned = unshards.forward.output_values()[-unshards.saved_by.count(None) :]
-    batch = given_bytes(joint, InputKind.BATCH)
-    assert more == {3 * (bytes_kept(unshards.forward.graph, returned) + batch)}
-    assert (bytes_kept(unshards.forward.graph, returned) < gathered_once) is (policy == "never")
+    graphs = stage_graphs(joint)
+    saved = graphs.forward.output_values()[-graphs.saved_by.count(None) :]
+    kept = bytes_kept(graphs.forward.graph, saved)
+    assert more == {3 * (kept + given_bytes(joint, InputKind.BATCH))}
+    assert (kept < cut(joint).saved_bytes()) is (policy == "never")

@@ -14,11 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
-from graph_trainer.core.capture.forward_alone import (
-    capture_outputs,
-    capture_stage,
-    output_tensors,
-)
+from graph_trainer.core.capture.forward_alone import capture_stage, output_tensors
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pass_list import PassConfig
@@ -136,9 +132,8 @@ class Pipeline:
             runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
             captured = []
             for stage in self.stages:
-                passes = self.passes
-                if self.backward:
-                    passes = _in_flight(passes, most_in_flight(runtime, stage.stage_index))
+                in_flight = most_in_flight(runtime, stage.stage_index) if self.backward else 1
+                passes = _with_in_flight(self.passes, in_flight)
                 captured.append(
                     self._captured(stage, passes, received, microbatch, global_valid_tokens)
                 )
@@ -149,21 +144,24 @@ class Pipeline:
 
     def _passed_on(self, of_all_ranks: Agreement, microbatch: Microbatch) -> PassedOn:
         """Return what stages pass on, which the ranks with the first stage find out."""
-        found: PassedOn | None = None
+        passed_on: PassedOn | None = None
         first = self.stages[0]
         if first.is_first:
             inputs, _, extra = microbatch
-            outputs = capture_outputs(first.submod, (inputs,), extra)
+            # quickly, as the ranks of other stages wait for it: without backward
+            forward = capture_stage(first.submod, (inputs,), extra, backward=False)
+            outputs = output_tensors(forward)
             if len(outputs) != 1:
                 raise CaptureError(
                     f"{type(first.submod).__name__} passes on {len(outputs)} tensors from its "
                     "first stage to the second, and a pipeline passes on one: set "
                     "parallelism.pipeline_parallel_degree = 1"
                 )
-            found = PassedOn.of(outputs[0])
-        by_rank = dict(zip(of_all_ranks.ranks, of_all_ranks.gather((found,)), strict=True))
-        ranks = dist.get_process_group_ranks(self.dims.get_mesh("pp").get_group())
-        passed_on = by_rank[ranks[0]][0]
+            passed_on = PassedOn.of(outputs[0])
+        messages = of_all_ranks.gather((passed_on,))
+        # by the ranks of the world, of which all are members
+        first_rank = dist.get_process_group_ranks(self.dims.get_mesh("pp").get_group())[0]
+        (passed_on,) = messages[first_rank]
         assert passed_on is not None, "the first rank of a pipeline has the first stage"
         return passed_on
 
@@ -216,16 +214,16 @@ class Pipeline:
     def _check_passed_on(self, stage: StageBase, joint: JointGraph, received: PassedOn) -> None:
         if stage.is_last:
             return
-        found = [PassedOn.of(tensor) for tensor in output_tensors(joint)]
-        if found != [received]:
+        passed_on = [PassedOn.of(tensor) for tensor in output_tensors(joint)]
+        if passed_on != [received]:
             raise CaptureError(
-                f"stage {stage.stage_index} passes on {found}, and the first one {received}: all "
-                "stages must pass on the same. Split the model where its tensors are alike "
+                f"stage {stage.stage_index} passes on {passed_on}, and the first one {received}: "
+                "all stages must pass on the same. Split the model where its tensors are alike "
                 "(parallelism.module_fqns_per_model_part)"
             )
 
 
-def _in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
+def _with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
     """Return the passes of a stage that has so many microbatches in flight at most."""
 
     def other_memory(joint: JointGraph) -> OtherMemory:
