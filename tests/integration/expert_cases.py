@@ -38,7 +38,7 @@ from tests.integration.matrix import (
     tensor,
 )
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
-from tests.layers import with_few_layers
+from tests.layers import with_experts, with_few_layers
 
 ROWS = 8
 """Sequences of the global batch."""
@@ -231,11 +231,7 @@ def _with_experts(count: int, config: GraphTrainerConfig) -> None:
     model: Any = config.model_spec and config.model_spec.model
     for layer in model.layers:
         if layer.moe is not None:
-            dispatcher = layer.moe.routed_experts.token_dispatcher
-            dispatcher.top_k = layer.moe.router.top_k = 1
-            dispatcher.num_experts = layer.moe.router.num_experts = count
-            layer.moe.routed_experts.inner_experts.num_experts = count
-            layer.moe.router.gate.out_features = count
+            with_experts(layer.moe, count, 1)
 
 
 def few_experts(folder: Path, _: str) -> dict[str, Any]:
