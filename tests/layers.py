@@ -13,7 +13,7 @@ EXPERTS, CHOSEN = 8, 2
 def with_few_layers(config: Any) -> None:
     """Leave two layers of each kind in every list of layers of the config's model, in place.
 
-    Where a layer has more experts it has eight, of which a token chooses two at most.
+    A mixture of more than eight experts is left with eight, of which a token chooses two.
     """
     model = config.model_spec.model
     for name in ("layers", "mtp_layers"):
@@ -23,8 +23,9 @@ def with_few_layers(config: Any) -> None:
             seen[kind := kind_of(layer)] += 1
             if seen[kind] <= OF_EACH_KIND:
                 kept.append(layer)
-                if getattr(layer, "moe", None) is not None:
-                    with_experts(layer.moe, EXPERTS, CHOSEN)
+                moe = getattr(layer, "moe", None)
+                if moe is not None and moe.router.num_experts > EXPERTS:
+                    set_experts(moe, EXPERTS, CHOSEN)
         if kept:
             setattr(model, name, kept)
 
@@ -37,16 +38,10 @@ def kind_of(layer: Any) -> object:
     return (type(layer), *parts)
 
 
-def with_experts(moe: Any, most: int, chosen: int) -> None:
-    """Leave so many experts at most in the config of torchtitan's mixture, in place.
-
-    Args:
-        chosen: the most that a token chooses.
-    """
+def set_experts(moe: Any, count: int, chosen: int) -> None:
+    """Give the config of a mixture so many experts, of which a token chooses some, in place."""
     router, routed = moe.router, moe.routed_experts
-    dispatcher = routed.token_dispatcher
-    count = min(router.num_experts, most)
-    for part in (moe, router, dispatcher, routed.inner_experts):
+    for part in (moe, router, routed.token_dispatcher, routed.inner_experts):
         part.num_experts = count
     router.gate.out_features = count
-    router.top_k = dispatcher.top_k = min(router.top_k, chosen)
+    router.top_k = routed.token_dispatcher.top_k = chosen

@@ -38,7 +38,7 @@ from tests.integration.matrix import (
     tensor,
 )
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
-from tests.layers import with_experts, with_few_layers
+from tests.layers import set_experts, with_few_layers
 
 ROWS = 8
 """Sequences of the global batch."""
@@ -231,7 +231,7 @@ def _with_experts(count: int, config: GraphTrainerConfig) -> None:
     model: Any = config.model_spec and config.model_spec.model
     for layer in model.layers:
         if layer.moe is not None:
-            with_experts(layer.moe, count, 1)
+            set_experts(layer.moe, count, 1)
 
 
 def few_experts(folder: Path, _: str) -> dict[str, Any]:
