@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 OF_EACH_KIND = 2
-EXPERTS, CHOSEN = 8, 2
+EXPERTS, CHOSEN = 16, 2
 
 
 def with_few_layers(config: Any) -> None:
     """Leave two layers of each kind in every list of layers of the config's model, in place.
 
-    A mixture of more than eight experts is left with eight, of which a token chooses two.
+    A mixture of more than sixteen experts is left with sixteen, of which a token chooses two.
     """
     model = config.model_spec.model
     for name in ("layers", "mtp_layers"):

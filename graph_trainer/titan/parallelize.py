@@ -94,7 +94,7 @@ def parallelize_decoder(
             # would tie them again
             model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
     if parallel_dims.ep_enabled:
-        _check_experts(model, parallel_dims.ep)
+        _check_experts(model, parallel_dims)
     is_captured = getattr(compile_config, "mode", "eager") != "eager"
     if ac_config is not None and not (type(ac_config) in POLICIES and is_captured):
         ac_config.build(dump_folder=dump_folder).apply(model)
@@ -223,10 +223,13 @@ def _is_parallel_expert(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _check_experts(model: nn.Module, degree: int) -> None:
-    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours."""
-    key = f"parallelism.expert_parallel_degree is {degree}"
-    if not any(map(_is_parallel_expert, model.parameters())):
+def _check_experts(model: nn.Module, dims: ParallelDims) -> None:
+    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours.
+
+    A stage of a pipeline may have no experts: the first layers of DeepSeek V3, or the head.
+    """
+    key = f"parallelism.expert_parallel_degree is {dims.ep}"
+    if not dims.pp_enabled and not any(map(_is_parallel_expert, model.parameters())):
         raise ConfigError(
             f"{key}, and {type(model).__name__} has no experts to divide: set it to 1, or train a "
             "mixture of experts"

@@ -155,7 +155,7 @@ TOLERANCE = {dtype: bound(OPERATORS, dtype) for dtype in UNIT}
 # feed-forward's five, experts have ten operators: norm, scores, softmax, their normalisation,
 # projection, gate, projection, weighting, the sum over experts, sum. DeepSeek V3's attention has a
 # projection and a norm more, its experts the sum with the shared expert, and its first layer a
-# feed-forward. with_few_layers leaves eight experts: the scores of two of 64 nearly tie for some
+# feed-forward. with_few_layers leaves 16 experts: the scores of two of 64 nearly tie for some
 # token, and rounding would exchange the two.
 HEADS = 16
 LLAMA3 = Model({}, GRADIENTS, OPERATORS)
