@@ -74,6 +74,7 @@ def main() -> None:
     with socket.create_server(("localhost", 0)) as server:
         args = ranks, server, folder, jobs
         torch.multiprocessing.start_processes(be_rank, args, nprocs=ranks, start_method="fork")
+    leave(0)  # Python's end would take seconds for the libraries that torch has registered
 
 
 def be_rank(
