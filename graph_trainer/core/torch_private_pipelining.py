@@ -7,6 +7,8 @@ base class of stages, none of which has a public name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,11 +65,35 @@ def forward_runtime_of(stages: list[Any], num_microbatches: int) -> ScheduleRunt
     return runtime
 
 
-def most_in_flight(runtime: ScheduleRuntime, stage_index: int) -> int:
-    """Return the most microbatches whose forward a stage of this rank has run, and whose backward
-    it has not, at any time of a step."""
+def actions_of(
+    schedule: str, num_stages: int, ranks: int, num_microbatches: int
+) -> dict[int, list[Action]]:
+    """List the actions of every rank of a schedule, without stages and process groups.
+
+    Args:
+        ranks: of the pipeline.
+
+    Raises:
+        ValueError: as `runtime_of`.
+    """
+    # what a schedule reads of the stages of a rank
+    stages = [
+        SimpleNamespace(num_stages=num_stages, group_size=ranks, group_rank=0, stage_index=index)
+        for index in range(0, num_stages, ranks)
+    ]
+    runtime = runtime_of(schedule, stages, num_microbatches)
+    return {rank: list(order) for rank, order in runtime.pipeline_order_with_comms.items()}
+
+
+def most_in_flight(actions: Iterable[Action], stage_index: int) -> int:
+    """Return the most microbatches whose forward a stage has run, and whose backward it has not, at
+    any time of a step.
+
+    Args:
+        actions: of the rank that has the stage.
+    """
     most = in_flight = 0
-    for action in runtime.pipeline_order_with_comms[runtime.rank]:
+    for action in actions:
         if action.stage_index == stage_index:
             in_flight += action.computation_type is ActionKind.FORWARD
             in_flight -= action.computation_type is ActionKind.FULL_BACKWARD

@@ -130,10 +130,11 @@ class Pipeline:
         with of_all_ranks.errors_sent("capture its stages"):
             received = self._passed_on(of_all_ranks, microbatch)
             runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
+            actions = runtime.pipeline_order_with_comms[runtime.rank]
             captured = []
             for stage in self.stages:
-                in_flight = most_in_flight(runtime, stage.stage_index) if self.backward else 1
-                passes = _with_in_flight(self.passes, in_flight)
+                in_flight = most_in_flight(actions, stage.stage_index) if self.backward else 1
+                passes = with_in_flight(self.passes, in_flight)
                 captured.append(
                     self._captured(stage, passes, received, microbatch, global_valid_tokens)
                 )
@@ -223,7 +224,7 @@ class Pipeline:
             )
 
 
-def _with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
+def with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
     """Return the passes of a stage that has so many microbatches in flight at most."""
 
     def other_memory(joint: JointGraph) -> OtherMemory:
