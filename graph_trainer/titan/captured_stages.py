@@ -117,7 +117,7 @@ class Pipeline:
         assert self._step is not None
         losses = self._step(
             [(inputs,) for inputs, _, _ in microbatches],
-            [extra | _of_loss(labels, global_valid_tokens) for _, labels, extra in microbatches],
+            [extra | of_loss(labels, global_valid_tokens) for _, labels, extra in microbatches],
         )
         return sum_in_order(losses, microbatches[0][1].device)
 
@@ -180,7 +180,7 @@ class Pipeline:
         taken = inputs if stage.is_first else received.zeros(self.dims, inputs.device)
         kwargs: Mapping[str, Any] = extra
         if stage.is_last:
-            kwargs = extra | _of_loss(labels, global_valid_tokens)
+            kwargs = extra | of_loss(labels, global_valid_tokens)
         agreement = Agreement(self.stage_group)
         start = time.perf_counter()
         with agreement.errors_sent(f"capture {name}"):
@@ -270,7 +270,7 @@ def loss_of_stage(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def _of_loss(
+def of_loss(
     labels: torch.Tensor, global_valid_tokens: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Return what the loss of a microbatch takes beside the prediction."""
