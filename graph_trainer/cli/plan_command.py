@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 
 from graph_trainer.cli.command_line import CommandParser, positive
 from graph_trainer.cli.launcher import Launch, prepare
+from graph_trainer.cli.plan_pipeline import check_flags_of_pipeline, plan_pipeline
 from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
@@ -104,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
     wanted = settings(flags.compare)
     config = load(())
+    check_flags_of_pipeline(flags, config)
     _check_table(flags, config)
     routing = _checked_routing(flags, config)
     if flags.expert_imbalance and config.compile.expert_imbalance is None and _fills_limit(config):
@@ -125,6 +127,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
+
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return plan_pipeline(flags, config, world_size, hardware, files)
 
     captures = Captures()
     plan_of = partial(

@@ -12,8 +12,7 @@ import torch
 
 from graph_trainer.core.analysis.memory import Category, Memory, given_bytes
 from graph_trainer.core.capture.forward_alone import output_tensors
-from graph_trainer.core.graph.annotations import is_backward, tensors_of
-from graph_trainer.core.graph.data_sizes import storage_bytes
+from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
@@ -27,7 +26,6 @@ from graph_trainer.core.pipeline.simulate_schedule import (
 from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.core.simulation.collective_costs import send_seconds
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.core.simulation.simulate import (
     Need,
     OtherMemory,
@@ -138,10 +136,13 @@ class PipelinePlan:
     def step_seconds(self) -> float:
         """A whole train step: schedules, clipping and optimizer, at the pace of the slowest device,
         for which all others wait."""
-        outside = max(
-            sum(stage.outside_seconds for stage in self.stages_of(rank)) for rank in self.actions
-        )
-        return (self.repeats * self.timeline.seconds + outside) * self.slowest_device
+        schedules = self.repeats * self.timeline.seconds
+        return (schedules + self.outside_seconds) * self.slowest_device
+
+    @property
+    def outside_seconds(self) -> float:
+        """Clipping and optimizer, on the rank that takes longest."""
+        return max(sum(s.outside_seconds for s in self.stages_of(rank)) for rank in self.actions)
 
     @property
     def slowest_device(self) -> float:
@@ -207,9 +208,7 @@ class PipelinePlan:
         return self.headroom_bytes >= 0
 
 
-def _moments(
-    actions: list[Action], stages: Mapping[int, StagePlan]
-) -> Iterator[tuple[int, int]]:
+def _moments(actions: list[Action], stages: Mapping[int, StagePlan]) -> Iterator[tuple[int, int]]:
     """Yield for each program that a rank runs its stage, and the bytes that the rank needs at this
     time beside the need of that stage; negative where fewer microbatches are in flight."""
     in_flight: dict[int, int] = dict.fromkeys(stages, 0)
@@ -380,7 +379,6 @@ class _CapturedStage:
         self._on_progress(f"simulating {len(joint.graph.nodes):,} nodes of stage {index}")
         other = passes.other_memory(joint)
         simulation = simulate(joint, hardware, other)
-        received = [size for size in _sizes(joint, InputKind.OUTPUT_GRADIENT)]
         state = given_bytes(joint, InputKind.PARAMETER, InputKind.BUFFER)
         return StagePlan(
             index=index,
@@ -391,9 +389,9 @@ class _CapturedStage:
             need=simulation.need(),
             seconds=_seconds(joint, hardware, other),
             outside_seconds=outside_seconds(simulation, other.optimizer_bytes),
-            sent_bytes=sum(received),
+            sent_bytes=given_bytes(joint, InputKind.OUTPUT_GRADIENT),
             always_bytes=state + other.optimizer_bytes + other.accumulated_bytes,
-            microbatch_bytes=_microbatch_bytes(joint, simulation.memory, other),
+            microbatch_bytes=_microbatch_bytes(joint, simulation.memory),
             unsharded_bytes=_unsharded_bytes(joint, simulation.memory),
         )
 
@@ -412,12 +410,7 @@ def _seconds(joint: JointGraph, hardware: Hardware, other: OtherMemory) -> Stage
     )
 
 
-def _sizes(joint: JointGraph, kind: InputKind) -> list[int]:
-    nodes = [node for _, nodes in joint.inputs_of(kind) for node in nodes]
-    return [storage_bytes(tensor) for node in nodes for tensor in tensors_of(node)]
-
-
-def _microbatch_bytes(joint: JointGraph, memory: Memory, other: OtherMemory) -> int:
+def _microbatch_bytes(joint: JointGraph, memory: Memory) -> int:
     """Return what `memory_of` adds for each microbatch in flight."""
     activations = sum(s.bytes for s in memory.storages if s.category is Category.ACTIVATIONS)
     return activations + given_bytes(joint, InputKind.BATCH)

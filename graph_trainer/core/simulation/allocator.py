@@ -124,7 +124,8 @@ def reserved_bytes(memory: Memory, pool_of: PoolOf = one_pool, steps: int = 2) -
     """Return the most bytes that the allocator takes, in all pools. n log n in storages.
 
     Parameters, buffers, optimizer state, and gradients and activations of earlier microbatches are
-    allocated before the first of `steps` equal steps. Gradients of the graph are alive until the next step begins.
+    allocated before the first of `steps` equal steps. Gradients of the graph are alive until the
+    next step begins.
     """
     before_step = sum(memory.by_category[c][0] for c in _BEFORE_STEP if memory.by_category[c])
     small_segments: dict[str, Segment] = defaultdict(lambda: Segment(_SMALL_PAGE))  # by pool
