@@ -12,8 +12,10 @@ from typing import IO
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.planner.fake_rank import check_one_stage
+from graph_trainer.planner.html.schedule_page import write_schedule_page
 from graph_trainer.planner.pipeline_plan import PipelinePlan, make_pipeline_plan
 from graph_trainer.planner.pipeline_report import pipeline_report, pipeline_text
+from graph_trainer.planner.schedule_trace import write_schedule_trace
 from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.files import published
@@ -68,4 +70,8 @@ def _write_json(plan: PipelinePlan, file: IO[str]) -> None:
     file.write(json.dumps(pipeline_report(plan), indent=2) + "\n")
 
 
-_WRITERS: dict[str, Callable[[PipelinePlan, IO[str]], None]] = {"--json": _write_json}
+_WRITERS: dict[str, Callable[[PipelinePlan, IO[str]], None]] = {
+    "--json": _write_json,
+    "--trace": write_schedule_trace,
+    "--html": write_schedule_page,
+}

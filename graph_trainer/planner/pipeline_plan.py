@@ -176,11 +176,13 @@ class PipelinePlan:
 
         While a stage runs it counts with its peak, less what it has not in flight at that time, and
         the other stages of the rank with what they keep. A stage's forward counts as much as its
-        backward, so that this is a bound where a rank has several stages.
+        backward, so that this is a bound where a rank has several stages. What was sent counts to
+        the end of the schedule, as torch's runtime waits for sends there.
         """
         stages = {stage.index: stage for stage in self.stages_of(rank)}
         most = Need(0, 0, 0)
-        for running, other_bytes in _moments(self.actions[rank], stages):
+        sent = self.stages[0].sent_bytes
+        for running, other_bytes in _moments(self.actions[rank], stages, sent):
             need = stages[running].need
             alive, allocated, total = (num + other_bytes for num in need)
             most = max(most, Need(alive, allocated, total), key=lambda need: need.total)
@@ -208,9 +210,16 @@ class PipelinePlan:
         return self.headroom_bytes >= 0
 
 
-def _moments(actions: list[Action], stages: Mapping[int, StagePlan]) -> Iterator[tuple[int, int]]:
+def _moments(
+    actions: list[Action], stages: Mapping[int, StagePlan], sent_bytes: int
+) -> Iterator[tuple[int, int]]:
     """Yield for each program that a rank runs its stage, and the bytes that the rank needs at this
-    time beside the need of that stage; negative where fewer microbatches are in flight."""
+    time beside the need of that stage; negative where fewer microbatches are in flight.
+
+    Args:
+        sent_bytes: of each send.
+    """
+    sent = 0
     in_flight: dict[int, int] = dict.fromkeys(stages, 0)
     unsharded: set[int] = set()
     for action in actions:
@@ -219,11 +228,13 @@ def _moments(actions: list[Action], stages: Mapping[int, StagePlan]) -> Iterator
             unsharded.add(running)
         elif kind is ActionKind.RESHARD:
             unsharded.discard(running)
+        elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+            sent += sent_bytes
         if kind not in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD):
             continue
         in_flight[running] += kind is ActionKind.FORWARD
         stage = stages[running]
-        beside = (in_flight[running] - stage.in_flight) * stage.microbatch_bytes
+        beside = sent + (in_flight[running] - stage.in_flight) * stage.microbatch_bytes
         for other in stages.values():
             if other is not stage:
                 beside += other.always_bytes + in_flight[other.index] * other.microbatch_bytes
