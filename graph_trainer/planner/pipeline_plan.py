@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -83,6 +83,18 @@ class StagePlan:
     def peak_bytes(self) -> int:
         """The most bytes alive at once for this stage."""
         return self.simulation.memory.peak_bytes
+
+    def with_in_flight(self, in_flight: int) -> StagePlan:
+        """Return the same stage with other microbatches in flight, on which its graph does not
+        depend."""
+        simulation = self.simulation
+        other = simulation.other._replace(earlier_microbatches=in_flight - 1)
+        memory = predicted_memory(
+            *(simulation.joint, simulation.hardware, other), fusion=simulation.fusion
+        )
+        simulation = replace(simulation, memory=memory, other=other)
+        need = simulation.need()
+        return replace(self, in_flight=in_flight, simulation=simulation, need=need)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +307,6 @@ def make_pipeline_plan(
             stages.append(of_stage)
     stages.sort(key=lambda stage: stage.index)
     on_progress("simulating the schedule")
-    sent = stages[0].sent_bytes
-    stride = world_size // ranks
-    timeline = simulate_schedule(
-        actions,
-        {stage.index: stage.seconds for stage in stages},
-        lambda sender, receiver: send_seconds(sender * stride, receiver * stride, sent, hardware),
-    )
     limit = config.compile.memory_limit_gib
     return PipelinePlan(
         config=config,
@@ -312,9 +317,24 @@ def make_pipeline_plan(
         data_parallel_degree=first.data_parallel_degree,
         stages=tuple(stages),
         actions=actions,
-        timeline=timeline,
+        timeline=timeline_of(stages, actions, world_size, hardware),
         repeats=microbatches(config, first.data_parallel_degree) // num_microbatches,
         limit_bytes=int(limit * GIB) if limit else None,
+    )
+
+
+def timeline_of(
+    stages: Sequence[StagePlan],
+    actions: Mapping[int, list[Action]],
+    world_size: int,
+    hardware: Hardware,
+) -> ScheduleTimeline:
+    """Simulate a schedule on the first rank of each stage."""
+    stride, sent = world_size // len(actions), stages[0].sent_bytes
+    return simulate_schedule(
+        actions,
+        {stage.index: stage.seconds for stage in stages},
+        lambda sender, receiver: send_seconds(sender * stride, receiver * stride, sent, hardware),
     )
 
 
@@ -365,21 +385,8 @@ class _CapturedStage:
         only the memory differs from stage to stage."""
         if self._latest is None or self._run.config.compile.memory_limit_gib:
             self._latest = self._simulated(index, in_flight)
-        simulation = self._latest.simulation
-        other = simulation.other._replace(earlier_microbatches=in_flight - 1)
-        memory = predicted_memory(
-            *(simulation.joint, self._hardware, other), fusion=simulation.fusion
-        )
-        simulation = replace(simulation, memory=memory, other=other)
-        return replace(
-            self._latest,
-            index=index,
-            rank=rank,
-            modules=modules,
-            in_flight=in_flight,
-            simulation=simulation,
-            need=simulation.need(),
-        )
+        stage = self._latest.with_in_flight(in_flight)
+        return replace(stage, index=index, rank=rank, modules=modules)
 
     def _simulated(self, index: int, in_flight: int) -> StagePlan:
         joint, hardware = copy_graph(self._captured), self._hardware
