@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         )
 
     if config.parallelism.pipeline_parallel_degree > 1:
-        return plan_pipeline(flags, config, world_size, hardware, files)
+        return plan_pipeline(config, load, world_size, hardware, files)
 
     captures = Captures()
     plan_of = partial(

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -13,8 +14,10 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.planner.fake_rank import check_one_stage
 from graph_trainer.planner.html.schedule_page import write_schedule_page
+from graph_trainer.planner.pipeline_advice import advise_pipeline
 from graph_trainer.planner.pipeline_plan import PipelinePlan, make_pipeline_plan
 from graph_trainer.planner.pipeline_report import pipeline_report, pipeline_text
+from graph_trainer.planner.plan import LoadConfig
 from graph_trainer.planner.schedule_trace import write_schedule_trace
 from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -41,8 +44,8 @@ def check_flags_of_pipeline(flags: argparse.Namespace, config: GraphTrainerConfi
 
 
 def plan_pipeline(
-    flags: argparse.Namespace,
     config: GraphTrainerConfig,
+    load: LoadConfig,
     world_size: int,
     hardware: Hardware,
     files: Mapping[str, Path],
@@ -50,6 +53,7 @@ def plan_pipeline(
     """Plan all stages and their schedule, print the tables and write the files; return 0.
 
     Args:
+        load: loads changed configs for the advice.
         files: by flag.
 
     Raises:
@@ -57,6 +61,8 @@ def plan_pipeline(
     """
     with progress("plan") as say:
         plan = make_pipeline_plan(config, world_size, hardware, on_progress=say)
+    with progress("what would help") as say:
+        plan = replace(plan, advice=tuple(advise_pipeline(plan, load, say)))
     stdout_is_a_file = Path("/dev/stdout").resolve() in {path.resolve() for path in files.values()}
     print_table(pipeline_text(pipeline_report(plan)), stderr=stdout_is_a_file)
     for flag, path in files.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from graph_trainer.core.pipeline.schedule import SCHEDULES
@@ -45,7 +45,7 @@ def advise_pipeline(plan: PipelinePlan, load: LoadConfig, on_progress: OnProgres
         those with which it fits, and of them the fastest.
     """
     outcomes = []
-    for change in (*_same_stages(plan), *_balanced(plan), *_less_memory(plan)):
+    for change in (*_same_stages(plan), *balanced(plan), *_less_memory(plan)):
         try:
             config = load(flags_of(change))
             keeps_stages = change.keys() <= {SCHEDULE, _BATCH}
@@ -88,8 +88,8 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
     """Return the plan of the same stages under another schedule or with other microbatches.
 
     Args:
-        config: one that differs in the schedule and the local batch alone, with several microbatches
-            as before.
+        config: one that differs in the schedule and the local batch alone, with several
+            microbatches as before.
     """
     changed = replace(plan, config=config)
     schedule = config.parallelism.pipeline_parallel_schedule
@@ -113,12 +113,12 @@ def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     parallelism, batch = plan.config.parallelism, plan.config.training.local_batch_size
     singles = ("1F1B", "GPipe")
     is_single = parallelism.pipeline_parallel_schedule in singles
+    if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
+        return
     for schedule in SCHEDULES:
         same_kind = (schedule in singles) is is_single
         if same_kind and schedule != parallelism.pipeline_parallel_schedule:
             yield {SCHEDULE: schedule}
-    if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
-        return
     if plan.fits:
         yield {_BATCH: str(2 * batch)}
     elif plan.num_microbatches >= 4 and plan.num_microbatches % 2 == 0:
@@ -138,7 +138,7 @@ def _less_memory(plan: PipelinePlan) -> Iterator[Change]:
     yield {"training.seq_len": str(training.seq_len // 2)}
 
 
-def _balanced(plan: PipelinePlan) -> Iterator[Change]:
+def balanced(plan: PipelinePlan) -> Iterator[Change]:
     """Yield the split of the layers that makes the schedule shortest by an estimate, if it is
     shorter than that of the plan."""
     parallelism = plan.config.parallelism
@@ -188,17 +188,3 @@ def _resized(stage: StagePlan, per_layer: StageSeconds, layers: int) -> StagePla
 
 def _scaled(seconds: StageSeconds, factor: float) -> StageSeconds:
     return StageSeconds(*(factor * value for value in seconds))
-
-
-def advice_rows(outcomes: list[Outcome]) -> list[Mapping[str, object]]:
-    """Make the rows of a report from outcomes."""
-    return [
-        {
-            "flags": flags_of(outcome.config),
-            "needed_bytes": outcome.needed_bytes,
-            "tokens_per_second_per_gpu": outcome.tokens_per_second_per_gpu,
-            "step_seconds": outcome.step_seconds,
-            "fits": outcome.fits,
-        }
-        for outcome in outcomes
-    ]

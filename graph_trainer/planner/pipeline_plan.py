@@ -41,7 +41,7 @@ from graph_trainer.core.torch_private_pipelining import (
 )
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.fake_stages import FakeStages, modules_of_stages
-from graph_trainer.planner.plan import model_name, outside_seconds
+from graph_trainer.planner.plan import Outcome, model_name, outside_seconds
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.captured_stages import PassedOn, with_in_flight
@@ -119,6 +119,8 @@ class PipelinePlan:
     """How often the schedule runs in a step."""
     limit_bytes: int | None
     """compile.memory_limit_gib; None where no limit is given."""
+    advice: tuple[Outcome, ...] = ()
+    """Changes with which a run that fits is faster, or one that does not fit needs less."""
 
     @property
     def headline(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import RenderableType, group
 from rich.text import Text
 
+from graph_trainer.planner.changes import flags_of
 from graph_trainer.planner.measures import duration
 from graph_trainer.planner.pipeline_plan import PipelinePlan, StagePlan
 from graph_trainer.planner.plan import versions
@@ -67,6 +68,16 @@ def pipeline_report(plan: PipelinePlan) -> dict[str, Any]:
         "limit_bytes": plan.limit_bytes,
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
+        "advice": [
+            {
+                "flags": flags_of(outcome.config),
+                "needed_bytes": outcome.needed_bytes,
+                "tokens_per_second_per_gpu": outcome.tokens_per_second_per_gpu,
+                "step_seconds": outcome.step_seconds,
+                "fits": outcome.fits,
+            }
+            for outcome in plan.advice
+        ],
         "spans": [
             {
                 "rank": span.rank,
@@ -134,6 +145,21 @@ def pipeline_text(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield from pipeline_tables(report)
     yield Text(schedule_text(report))
     yield Text(fit_and_speed(report))
+    if report["advice"]:
+        yield pipeline_advice_table(report)
+
+
+def pipeline_advice_table(report: dict[str, Any]) -> PlainTable:
+    """Make the table of changes that help, where there are some."""
+    rows = report["advice"]
+    return make_table(
+        "What would make it faster" if report["fits"] else "What would help most",
+        ("flags", "name", [" ".join(row["flags"]).replace(" --", "\n--") for row in rows]),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("step", "seconds", _of(rows, "step_seconds")),
+        ("tok/s/GPU", "count", _of(rows, "tokens_per_second_per_gpu")),
+        ("fits", "text", ["yes" if row["fits"] else "no" for row in rows]),
+    )
 
 
 def pipeline_tables(report: dict[str, Any]) -> list[PlainTable]:

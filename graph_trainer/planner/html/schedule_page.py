@@ -8,7 +8,12 @@ from graph_trainer.planner import plan_tables as text
 from graph_trainer.planner.html.page import fit_text, write_template
 from graph_trainer.planner.measures import duration
 from graph_trainer.planner.pipeline_plan import PipelinePlan
-from graph_trainer.planner.pipeline_report import pipeline_report, pipeline_tables, schedule_text
+from graph_trainer.planner.pipeline_report import (
+    pipeline_advice_table,
+    pipeline_report,
+    pipeline_tables,
+    schedule_text,
+)
 from graph_trainer.planner.schedule_trace import NAMES
 
 _WIDTH = 1040
@@ -37,6 +42,7 @@ class Box(NamedTuple):
 def write_schedule_page(plan: PipelinePlan, file: IO[str]) -> None:
     """Write a plan as one HTML page, which loads nothing and runs no script."""
     report = pipeline_report(plan)
+    advice = [pipeline_advice_table(report)] if report["advice"] else []
     write_template(
         "schedule.html.jinja",
         file,
@@ -45,7 +51,7 @@ def write_schedule_page(plan: PipelinePlan, file: IO[str]) -> None:
         report=report,
         fit=fit_text(report),
         mfus=text.mfu_names([report]),
-        tables=pipeline_tables(report),
+        tables=pipeline_tables(report) + advice,
         summary=schedule_text(report),
         picture={
             "width": _WIDTH,

@@ -14,14 +14,20 @@ import pytest
 from graph_trainer.cli import plan_pipeline
 from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.pipeline.simulate_schedule import StageSeconds
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.simulation.simulate import predicted_memory
+from graph_trainer.core.simulation.simulate import Need, predicted_memory
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner import pipeline_advice
+from graph_trainer.planner.changes import flags_of
+from graph_trainer.planner.fake_stages import automatic_split
 from graph_trainer.planner.html.schedule_page import boxes, write_schedule_page
-from graph_trainer.planner.pipeline_plan import PipelinePlan, make_pipeline_plan
+from graph_trainer.planner.pipeline_advice import advise_pipeline, balanced, rescheduled
+from graph_trainer.planner.pipeline_plan import PipelinePlan, make_pipeline_plan, timeline_of
 from graph_trainer.planner.pipeline_report import modules_text
 from graph_trainer.planner.schedule_trace import write_schedule_trace
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from tests.unit.planner.conftest import BFLOAT16
 
 KEY = "--parallelism.pipeline_parallel"
@@ -31,10 +37,14 @@ SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "4", *BFLOAT
 @cache
 def planned(schedule: str = "1F1B") -> PipelinePlan:
     """The debug model with two layers on two ranks of a pipeline."""
-    words = [*SMALL, f"{KEY}_degree", "2", f"{KEY}_schedule", schedule]
+    return make_pipeline_plan(configured(schedule), 4, load_hardware("h100-sxm"))
+
+
+def configured(schedule: str, *more: str) -> GraphTrainerConfig:
+    words = [*SMALL, f"{KEY}_degree", "2", f"{KEY}_schedule", schedule, *more]
     config = load_config(["--config", "debugmodel", *words], world_size=4)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    return make_pipeline_plan(config, 4, load_hardware("h100-sxm"))
+    return config
 
 
 def test_stages_are_those_of_torchtitans_split():
@@ -99,6 +109,7 @@ def test_accumulated_steps_run_the_schedule_again():
 
 def test_the_command_writes_what_it_shows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_pipeline, "make_pipeline_plan", lambda *_, **__: planned("GPipe"))
+    monkeypatch.setattr(pipeline_advice, "make_pipeline_plan", lambda *_: planned("GPipe"))
     file = tmp_path / "plan.json"
     words = [f"{KEY}_degree", "2", "--json", str(file)]
     assert main(["--config", "debugmodel", "--world-size", "4", *SMALL, *words]) == 0
@@ -108,6 +119,7 @@ def test_the_command_writes_what_it_shows(tmp_path, capsys, monkeypatch):
     assert report["needed_bytes"] == max(rank["needed_bytes"] for rank in report["ranks"])
     assert f"{report['bubble']:.1%}" in shown and "layers.1, norm, lm_head" in shown
     assert len(report["spans"]) == 2 * (4 + 4 + 1)
+    assert [row["fits"] for row in report["advice"]] == [True] * len(report["advice"])
     assert max(map(len, shown.splitlines())) <= 100
 
 
@@ -128,7 +140,7 @@ def test_the_page_draws_a_row_a_rank_and_runs_no_script():
     page = file.getvalue()
     drawn = boxes(plan)
     assert page.count("<title>") == 1 + len(drawn) == 1 + 4 * (4 + 4) + 3  # unshards
-    assert "script-src 'none'" in page and "<script>" not in page
+    assert "script-src &#39;none&#39;" in page and "<script>" not in page
     for one, other in itertools.pairwise(drawn):
         assert one.y != other.y or one.x + one.width <= other.x + 0.02
 
@@ -147,6 +159,61 @@ def test_a_plan_fits_where_its_worst_rank_does():
     assert plan.fits and plan.need.total == worst
     assert dataclasses.replace(plan, limit_bytes=worst).fits
     assert not dataclasses.replace(plan, limit_bytes=worst - 1).fits
+
+
+def test_the_same_stages_by_another_schedule_are_not_captured_again():
+    other = rescheduled(planned(), configured("GPipe"))
+    plan = planned("GPipe")
+    assert other.timeline.seconds == plan.timeline.seconds
+    assert [other.need_of(rank) for rank in (0, 1)] == [plan.need_of(rank) for rank in (0, 1)]
+    assert other.step_seconds == plan.step_seconds
+
+
+def advised(plan: PipelinePlan, monkeypatch, changed: PipelinePlan | None = None):
+    """The advice for a plan; what must be captured for it is `changed`."""
+    monkeypatch.setattr(pipeline_advice, "make_pipeline_plan", lambda *_: changed or plan)
+    advice = advise_pipeline(plan, lambda more: configured("1F1B", *more), lambda line: None)
+    return {flags: outcome for outcome in advice for flags in [flags_of(outcome.config)]}
+
+
+def test_advice_is_what_is_faster_and_fits(monkeypatch):
+    plan = planned()
+    advice = advised(plan, monkeypatch)
+    (batch,) = [outcome for flags, outcome in advice.items() if "local_batch_size" in flags[0]]
+    assert batch.config["training.local_batch_size"] == "8"
+    for outcome in advice.values():
+        assert outcome.fits
+        assert outcome.tokens_per_second_per_gpu > plan.tokens_per_second_per_gpu
+    # with no room for the microbatches of GPipe, and slower plans elsewhere
+    tight = dataclasses.replace(plan, limit_bytes=plan.need.total)
+    assert not any("GPipe" in flags for flags in advised(tight, monkeypatch))
+
+
+def test_advice_for_a_run_that_does_not_fit_needs_less(monkeypatch):
+    plan = dataclasses.replace(planned("GPipe"), limit_bytes=1)
+    less = [
+        dataclasses.replace(stage, need=Need(*(num // 2 for num in stage.need)))
+        for stage in plan.stages
+    ]
+    halved = dataclasses.replace(plan, stages=tuple(less))
+    advice = advised(plan, monkeypatch, halved)
+    assert any("always" in flags for flags in advice)
+    assert all(outcome.needed_bytes < plan.need.total for outcome in advice.values())
+
+
+def test_layers_move_away_from_a_slow_last_stage():
+    stages, layers = planned("Interleaved1F1B").stages, 12
+    uneven = []
+    for stage, names in zip(stages, automatic_split(4, layers, 1, 1), strict=True):
+        count = sum(name.startswith("layers.") for name in names)
+        slow = 4 if stage.index == 3 else 0
+        seconds = StageSeconds(0.01 * (count + slow), 0.02 * (count + slow))
+        uneven.append(dataclasses.replace(stage, modules=tuple(names), seconds=seconds))
+    plan = planned("Interleaved1F1B")
+    timeline = timeline_of(uneven, plan.actions, plan.world_size, plan.hardware)
+    plan = dataclasses.replace(plan, stages=tuple(uneven), timeline=timeline)
+    (change,) = balanced(plan)
+    assert int(change["parallelism.pipeline_parallel_last_stage_less_layers"]) > 1
 
 
 def test_layers_in_a_row_are_one_name():
