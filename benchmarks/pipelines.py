@@ -42,9 +42,10 @@ def main() -> None:
     measured = [b / a for a, b in zip(*PUBLISHED.values(), strict=True)]
     print(f"interleaved / 1F1B, planned: speed {speed:.2f}, memory {memory:.2f}")
     print(f"published ({SOURCE}): speed {measured[0]:.2f}, memory {measured[1]:.2f}")
+    document = json.dumps({"rows": rows, "ratios": {"speed": speed, "memory": memory}})
     if file is not None:
-        ratios = {"speed": speed, "memory": memory}
-        file.write_text(json.dumps({"rows": rows, "ratios": ratios}, indent=2) + "\n")
+        file.write_text(document + "\n")
+    print(document)
 
 
 def planned(schedule: str) -> dict[str, float]:
