@@ -444,7 +444,8 @@ LEFT_OUT = (
     "Llama 2 13B, 34B and 70B of fms-fsdp: the share of blocks that is recomputed is not stated",
     "Llama 2 on 464 H100 (PyTorch blog): MFU alone, and that share is not stated",
     "8B on 32 and 64 H200 (Trainy), and all float8 rows of torchtitan: float8 is not planned",
-    "8B with long sequences and 405B on 512 H100 (torchtitan): float8, and pipelines",
+    "8B with long sequences and 405B on 512 H100 (torchtitan): float8; benchmarks.pipelines has "
+    "the ratio of two schedules",
     "70B and 8B with asynchronous TP (torchtitan): matmuls that overlap with collectives",
     "MPT (MosaicML llm-foundry): ALiBi and another feed-forward, no model of torchtitan's",
     "Llama 7B on 8 H100 (lingua issue 56): the vocabulary is not stated",

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from rich.console import Group, RenderableType
 
 from graph_trainer.cli.command_line import CommandParser, positive
 from graph_trainer.cli.launcher import Launch, prepare
+from graph_trainer.cli.plan_pipeline import check_flags_of_pipeline, plan_pipeline
 from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
@@ -38,6 +39,8 @@ from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_comparison, write_page
 from graph_trainer.planner.limits import limits_of
 from graph_trainer.planner.perfetto_trace import write_trace
+from graph_trainer.planner.pipeline_plan import make_pipeline_plan
+from graph_trainer.planner.pipeline_report import pipeline_report
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, model_name, versions
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.plan_report import plan_report, readable_report
@@ -104,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
     wanted = settings(flags.compare)
     config = load(())
+    check_flags_of_pipeline(flags, config)
     _check_table(flags, config)
     routing = _checked_routing(flags, config)
     if flags.expert_imbalance and config.compile.expert_imbalance is None and _fills_limit(config):
@@ -125,6 +129,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
+
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return plan_pipeline(config, load, world_size, hardware, files)
 
     captures = Captures()
     plan_of = partial(
@@ -200,9 +207,16 @@ def dry_run(argv: Sequence[str]) -> int:
     else:
         hardware = replace(detected.hardware, memory_gib=room.bytes / GIB)
         notes = [] if detected.exact else [f"Simulated on {with_config_keys(detected.why)}."]
-    plan = _plan_dry(launch, hardware, captures, host_memory=lambda joint: on_host)
     ranks = f"{launch.world_size} ranks: {' '.join(launch.arguments[:2])}"
-    _print_dry_run(plan, ranks, notes)
+    if launch.config.parallelism.pipeline_parallel_degree > 1:
+        with progress("plan") as say:
+            pipeline = make_pipeline_plan(
+                launch.config, launch.world_size, hardware, on_progress=say
+            )
+        _print_dry_run(pipeline_report(pipeline), pipeline.config, ranks, notes)
+        return 0
+    plan = _plan_dry(launch, hardware, captures, host_memory=lambda joint: on_host)
+    _print_dry_run(plan_report(plan), plan.config, ranks, notes)
     ranks_refuse = compile_config.mode != "eager" and compile_config.memory_limit_gib != 0
     if ranks_refuse and (named or not plan.fits):  # the hardware that is named need not be this
         _plan_dry(
@@ -228,7 +242,8 @@ def _rehearse(launch: Launch, check: PlanCheck) -> int:
     plan = _plan_dry(launch, check.plan.hardware, Captures())
     with progress("compare with the plan") as say:
         run = plan_every_class(plan, processes=usable_processes(), on_progress=say)
-    _print_dry_run(plan, f"{plan.world_size} ranks, as in {check.path}", [check.remark()])
+    ranks = f"{plan.world_size} ranks, as in {check.path}"
+    _print_dry_run(plan_report(plan), plan.config, ranks, [check.remark()])
     check.check_run(run, launch.config.compile.memory_limit_gib)
     return 0
 
@@ -253,13 +268,14 @@ def _plan_dry(
         )
 
 
-def _print_dry_run(plan: Plan, ranks: str, notes: Iterable[str]) -> None:
+def _print_dry_run(
+    report: dict[str, Any], config: GraphTrainerConfig, ranks: str, notes: Iterable[str]
+) -> None:
     """Print the config as TOML, after comments: ranks, model, notes, memory and speed."""
-    report = plan_report(plan)
-    lines = [ranks, plan.headline]
+    lines = [ranks, report["headline"]]
     for text in (*filter(None, notes), *report["notes"], *fit_and_speed(report).splitlines()):
         lines += wrapped(text, WIDTH - len("# ")).splitlines()
-    print("".join(f"# {line}\n" for line in lines) + config_to_toml(plan.config), end="")
+    print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
 
 
 def _check_together(flags: argparse.Namespace) -> None:

@@ -8,7 +8,8 @@ base class of stages, none of which has a public name.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,6 +118,26 @@ def forward_runtime_of(schedule: str, stages: list[Any], num_microbatches: int) 
     return runtime
 
 
+def actions_of(
+    schedule: str, num_stages: int, ranks: int, num_microbatches: int
+) -> dict[int, list[Action]]:
+    """List the actions of every rank of a schedule, without stages and process groups.
+
+    Args:
+        ranks: of the pipeline.
+
+    Raises:
+        ValueError: as `runtime_of`.
+    """
+    # what a schedule reads of the stages of a rank
+    stages = [
+        SimpleNamespace(num_stages=num_stages, group_size=ranks, group_rank=0, stage_index=index)
+        for index in range(0, num_stages, ranks)
+    ]
+    runtime = runtime_of(schedule, stages, num_microbatches)
+    return {rank: list(order) for rank, order in runtime.pipeline_order_with_comms.items()}
+
+
 def computations_of(actions: Iterable[Action]) -> Iterator[Action]:
     """Yield the actions that compute a microbatch, those that run as one action too."""
     for action in actions:
@@ -125,19 +146,26 @@ def computations_of(actions: Iterable[Action]) -> Iterator[Action]:
                 yield part
 
 
-def splits_backward(runtime: ScheduleRuntime) -> bool:
-    """Return whether the schedule of any rank runs a backward in two actions."""
-    orders = runtime.pipeline_order_with_comms.values()
-    computed = (action for order in orders for action in computations_of(order))
+def splits_backward(actions: Mapping[int, Iterable[Action]]) -> bool:
+    """Return whether any rank runs a backward in two actions.
+
+    Args:
+        actions: by rank.
+    """
+    computed = (action for order in actions.values() for action in computations_of(order))
     return any(action.computation_type is ActionKind.BACKWARD_WEIGHT for action in computed)
 
 
-def most_in_flight(runtime: ScheduleRuntime, stage_index: int) -> int:
-    """Return the most microbatches whose forward a stage of this rank has run, and whose backward
-    it has not finished, at any time of a step."""
+def most_in_flight(actions: Iterable[Action], stage_index: int) -> int:
+    """Return the most microbatches whose forward a stage has run, and whose backward it has not
+    finished, at any time of a step.
+
+    Args:
+        actions: of the rank that has the stage.
+    """
     ends = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
     most = in_flight = 0
-    for action in computations_of(runtime.pipeline_order_with_comms[runtime.rank]):
+    for action in computations_of(actions):
         if action.stage_index == stage_index:
             in_flight += action.computation_type is ActionKind.FORWARD
             in_flight -= action.computation_type in ends

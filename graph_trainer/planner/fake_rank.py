@@ -31,19 +31,16 @@ from torchtitan.distributed import activation_checkpoint, ParallelDims, utils as
 from torchtitan.tools import utils  # isort: skip
 
 
-class FakeRank:
-    """Act as one rank of `world_size` and build what the trainer builds, on meta.
+class FakeProcess:
+    """Act as one rank of `world_size`: its mesh, and the whole model on meta.
 
     The process groups are fake, nothing is materialized and nothing is communicated. A process
-    acts as one rank at a time: another FakeRank ends the earlier one's process groups.
+    acts as one rank at a time: another FakeProcess ends the earlier one's process groups.
 
     Args:
-        config: a checked config whose degrees multiply to `world_size`, without a pipeline.
+        config: a checked config whose degrees multiply to `world_size`.
         device: what the step is captured for: "cuda" or "cpu".
         fuses_norms: whether PyTorch has a GPU's kernel for an RMSNorm, as from 2.9 on.
-
-    Raises:
-        ConfigError: the config has a pipeline.
     """
 
     def __init__(
@@ -55,12 +52,6 @@ class FakeRank:
         fuses_norms: bool = True,
     ) -> None:
         assert config.model_spec is not None
-        if config.parallelism.pipeline_parallel_degree > 1:
-            raise ConfigError(
-                f"parallelism.pipeline_parallel_degree = "
-                f"{config.parallelism.pipeline_parallel_degree}: there is no plan of a pipeline "
-                "yet. Set it to 1 to plan the model on the ranks of one stage"
-            )
         become(rank, world_size)
         self.config = config
         self.world_size = world_size
@@ -73,52 +64,42 @@ class FakeRank:
         spec = config.model_spec
         spec.model.update_from_config(config=config)
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-            model = spec.model.build()
+            self.whole_model = spec.model.build()
         seq_len = config.training.seq_len
-        self.num_parameters, _ = spec.model.get_nparams_and_flops(model, seq_len)
-        self.flops_per_token = flops_per_token(spec.model, model, seq_len)
+        self.num_parameters, _ = spec.model.get_nparams_and_flops(self.whole_model, seq_len)
+        self.flops_per_token = flops_per_token(spec.model, self.whole_model, seq_len)
         """Of the whole model; `torchtitan` is what training counts for its MFU."""
         self.loss_fn = config.loss.build(compile_config=config.compile)
-        self.model = parallelized(model, config, self.parallel_dims)
-        attach_loss(self.loss_fn, self.model)
 
     @property
     def data_parallel_degree(self) -> int:
         """The number of different batches in a step."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
-    @property
-    def meshes(self) -> list[DeviceMesh]:
-        """The meshes of the model's tensors, in the order of the model."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return list(dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)))
-
     def pass_config(self, **of_machine: Any) -> PassConfig:
         """Return the passes that training runs. Arguments are those of `passes_of`."""
         return passes_of(self.config, self.parallel_dims, **of_machine)
 
-    def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+    def batch_of(self, rows: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Make the arguments of a batch as the data loader and the trainer do, on meta.
 
         Returns:
-            (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence],
-            of the part of a sequence that this rank has; and the keyword arguments of the model.
+            (inputs, labels, number of valid tokens), the first two int64 [rows, sequence], of the
+            part of a sequence that this rank has; and the keyword arguments of the model.
         """
-        training = self.config.training
-        seq_len = training.seq_len // self.parallel_dims.cp
-        inputs, labels = batch_of_zeros(training.local_batch_size, seq_len, "meta")
+        seq_len = self.config.training.seq_len // self.parallel_dims.cp
+        inputs, labels = batch_of_zeros(rows, seq_len, "meta")
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (inputs.pop("input"), labels, valid_tokens), inputs
 
-    def capture(self) -> JointGraph:
-        """Capture the joint graph that training captures on this rank.
+    @property
+    def meta_as(self) -> str:
+        """The device that tensors on meta stand for."""
+        return "cpu" if self.device == "cpu" else "meta"
 
-        Raises:
-            CaptureError: the step cannot be captured.
-        """
-        args, kwargs = self.batch()
-        loss_fn, meta_as = loss_of_batch(self.loss_fn), "cpu" if self.device == "cpu" else "meta"
-        step = Step(self.model, loss_fn, args, kwargs, True, meta_as, scalar_loss)
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While entered, a capture is that of the device."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)())
             if self.device != "cpu":
@@ -127,7 +108,64 @@ class FakeRank:
                     stack.enter_context(rms_norm_as_on_gpu())
                 stack.enter_context(autocast_as_on_gpu())
                 stack.enter_context(host_copies_saved_as_on_gpu())
+            yield
+
+
+class FakeRank(FakeProcess):
+    """One rank of a run without a pipeline, with the model that the trainer builds, on meta.
+
+    Args: as of `FakeProcess`.
+
+    Raises:
+        ConfigError: the config has a pipeline.
+    """
+
+    def __init__(self, config: GraphTrainerConfig, *args: Any, **kwargs: Any) -> None:
+        check_one_stage(config)
+        super().__init__(config, *args, **kwargs)
+        self.model = parallelized(self.whole_model, config, self.parallel_dims)
+        attach_loss(self.loss_fn, self.model)
+
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes of the model's tensors, in the order of the model."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return list(dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)))
+
+    def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """Make the arguments of a batch: see `batch_of`."""
+        return self.batch_of(self.config.training.local_batch_size)
+
+    def capture(self) -> JointGraph:
+        """Capture the joint graph that training captures on this rank.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        args, kwargs = self.batch()
+        loss_fn = loss_of_batch(self.loss_fn)
+        step = Step(self.model, loss_fn, args, kwargs, True, self.meta_as, scalar_loss)
+        with self.capturing():
             return capture_step(step, self.config.compile.full_capture or None)
+
+
+def check_one_stage(config: GraphTrainerConfig, what: str = "this command") -> None:
+    """Refuse a pipeline where all of the model must be on each rank.
+
+    Args:
+        what: what cannot be done with stages, for the message.
+
+    Raises:
+        ConfigError: the config has a pipeline.
+    """
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {degree}: {what} is for models that are not "
+            "split into stages. Leave it out: `graph-trainer plan` with --json, --trace or --html "
+            "plans all stages and their schedule. Or set parallelism.pipeline_parallel_degree = 1 "
+            "for the ranks of one stage"
+        )
 
 
 @contextlib.contextmanager

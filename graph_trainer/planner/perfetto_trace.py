@@ -7,7 +7,7 @@ draws the same slices.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -120,10 +120,19 @@ def write_trace(plan: Plan, file: IO[str]) -> None:
     collective to the wait that it blocks. A counter shows the bytes of each category of memory.
     Times are in microseconds.
     """
-    about = {"plan": plan.headline} | versions()
+    write_events(plan.headline, trace_events(plan.simulation, plan.rank), file)
+
+
+def write_events(headline: str, events: Iterable[dict[str, Any]], file: IO[str]) -> None:
+    """Write events in Chrome's trace format, one event per line.
+
+    Args:
+        headline: what was planned.
+    """
+    about = {"plan": headline} | versions()
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))
     file.write(',\n"traceEvents": [')
-    for count, event in enumerate(trace_events(plan.simulation, plan.rank)):
+    for count, event in enumerate(events):
         file.write(",\n" if count else "\n")
         file.write(json.dumps(event))
     file.write("\n]}\n")
@@ -132,10 +141,10 @@ def write_trace(plan: Plan, file: IO[str]) -> None:
 def trace_events(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
     """Yield the events of `write_trace`, those of a thread in the order of time."""
     threads = {track: number for number, track in enumerate(tracks(simulation))}
-    yield _metadata("process_name", rank, 0, name=f"rank {rank}")
+    yield metadata("process_name", rank, 0, name=f"rank {rank}")
     for track, tid in threads.items():
-        yield _metadata("thread_name", rank, tid, name=track)
-        yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
+        yield metadata("thread_name", rank, tid, name=track)
+        yield metadata("thread_sort_index", rank, tid, sort_index=tid)
     issued: dict[str, Slice] = {}
     for number, slice_ in enumerate(slices(simulation)):
         waited = slice_.collective.node.name if slice_.collective and slice_.kind == WAIT else None
@@ -158,7 +167,8 @@ def trace_events(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
     yield from _memory(simulation, rank)
 
 
-def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+def metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    """Make the event that names or sorts a process or a thread."""
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": args}
 
 

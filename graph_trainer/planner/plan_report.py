@@ -19,7 +19,7 @@ from graph_trainer.core.graph.annotations import is_backward, owner_of, paramete
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.report import standing_remarks
-from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.core.simulation.timeline import ExposedWait
 from graph_trainer.core.units import GIB, gib
@@ -29,6 +29,7 @@ from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.core_settings import IMBALANCE_KEY, LIMIT_KEY, with_config_keys
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
@@ -40,6 +41,12 @@ SCHEMA = "graph_trainer.plan/2"
 
 LARGEST_SHOWN = 20
 """The number of items in the lists of tensors, modules and waits."""
+
+EAGER = (
+    'compile.mode = "eager" captures no graph: all figures are those of the captured step, as '
+    'compile.mode = "aot_fx_trace" runs it.'
+)
+"""A remark on the mode."""
 
 _LEAST = 0.02
 """Of the memory and of the step, what is worth a remark on room to spare."""
@@ -73,7 +80,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "runtime": simulation.runtime.name,
         "world_size": plan.world_size,
         "rank": plan.rank,
-        "context_parallel_method": context_parallel_method(plan),
+        "context_parallel_method": context_parallel_method(plan.config),
         "parameters": plan.num_parameters,
         "nodes": plan.rows[-1].nodes,
         "ledger": [_row(row) for row in plan.rows],
@@ -125,8 +132,9 @@ PURPOSES = {
 
 def readable_report(plan: Plan) -> dict[str, Any]:
     """Make the report for tables and the page: settings in a line, nodes with module and op."""
+    replicas = plan.world_size // plan.ranks_per_batch
     report = plan_report(plan) | {
-        "settings": _settings(plan),
+        "settings": settings_text(plan.config, plan.world_size, replicas, plan.microbatches),
         "spare": _spare(plan),
         "certainty": how_sure(plan.band),
         "limited_by": _limited_by(plan),
@@ -151,9 +159,9 @@ def readable_report(plan: Plan) -> dict[str, Any]:
     return report
 
 
-def context_parallel_method(plan: Plan) -> str | None:
+def context_parallel_method(config: GraphTrainerConfig) -> str | None:
     """Return how attention sees a sequence that ranks share; None where each has its own."""
-    parallelism, spec = plan.config.parallelism, plan.config.model_spec
+    parallelism, spec = config.parallelism, config.model_spec
     degree = parallelism.context_parallel_degree
     if spec is None or degree == 1:
         return None
@@ -162,26 +170,31 @@ def context_parallel_method(plan: Plan) -> str | None:
     return applied_method(method, layers, degree, parallelism.tensor_parallel_degree)
 
 
-def _settings(plan: Plan) -> str:
-    """Format what was planned: mesh, batch, sequence, activation policy, reshard, backend."""
-    config, replicas = plan.config, plan.world_size // plan.ranks_per_batch
+def settings_text(config: GraphTrainerConfig, world_size: int, replicas: int, batches: int) -> str:
+    """Format what was planned: mesh, batch, sequence, activation policy, reshard, backend.
+
+    Args:
+        replicas: the number of different batches in a step.
+        batches: how many local batches a rank runs in a step.
+    """
     training, parallelism = config.training, config.parallelism
     others = {
+        "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
         "cp": parallelism.context_parallel_degree,
         "tp": parallelism.tensor_parallel_degree,
     }
-    mesh = {"dp_shard": plan.world_size // math.prod(others.values()), **others}
+    mesh = {"dp_shard": world_size // math.prod(others.values()), **others}
     mesh["ep"] = parallelism.expert_parallel_degree
     shown = " x ".join(f"{name} {degree}" for name, degree in mesh.items() if degree > 1)
-    method = context_parallel_method(plan)
+    method = context_parallel_method(config)
     batch = training.local_batch_size
     section = config.activation_checkpoint
     policy = POLICIES.get(type(section), type(section).__qualname__) if section else "none"
     limit = config.compile.memory_limit_gib
     return (
         f"mesh {shown or 'of one rank'}; batch {batch} local, "
-        f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}"
+        f"{batch * batches * replicas:,} global; sequence {training.seq_len:,}"
         f"{f', split by {method}' if method else ''}; "
         f"activation policy {policy}; reshard {parallelism.fsdp_reshard_after_forward}; "
         f"backend {config.compile.backend}" + (f"; limit {limit:g} GiB" if limit else "")
@@ -242,9 +255,9 @@ def _limited_by(plan: Plan) -> str:
     )
 
 
-def _notes(plan: Plan) -> Iterator[str]:
-    """Yield remarks on the plan as a whole: its data, mode, machines, limit and host memory."""
-    data, tokenizer = plan.config.dataloader, plan.config.tokenizer
+def notes_on(config: GraphTrainerConfig, hardware: Hardware) -> Iterator[str]:
+    """Yield remarks on a config as a whole: its data, and its passes and dtype on the hardware."""
+    data, tokenizer = config.dataloader, config.tokenizer
     if isinstance(data, TextDataLoader.Config) and not (data.dataset or data.dataset_path):
         learned = isinstance(tokenizer, ByteBPETokenizer.Config)
         vocabulary = f", with a vocabulary of {tokenizer.vocab_size:,} of its own" * learned
@@ -252,23 +265,25 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"The config names no data, so it trains on Python's standard library{vocabulary}. Set "
             "dataloader.dataset_path to train on your text."
         )
-    if plan.config.compile.mode == "eager" and plan.simulation.runtime is GRAPH_TRAINER:
-        yield (
-            'compile.mode = "eager" captures no graph: all figures are those of the captured step, '
-            'as compile.mode = "aot_fx_trace" runs it.'
-        )
-    named = plan.config.compile.hardware
-    if named is not None and load_hardware(named, "compile.hardware") != plan.hardware:
+    named = config.compile.hardware
+    if named is not None and load_hardware(named, "compile.hardware") != hardware:
         yield (
             f"Passes that decide by simulation do so for {named}, as compile.hardware says; what "
-            f"they made is simulated on {plan.hardware.name}."
+            f"they made is simulated on {hardware.name}."
         )
-    dtype = plan.config.training.mixed_precision_param
-    if dtype not in plan.hardware.peak_flops:
+    dtype = config.training.mixed_precision_param
+    if dtype not in hardware.peak_flops:
         yield (
-            f"{plan.hardware.name} has no peak_flops.{dtype}, so times and MFU are of "
+            f"{hardware.name} has no peak_flops.{dtype}, so times and MFU are of "
             f"peak_flops.float32. Add peak_flops.{dtype} to its file."
         )
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """Yield remarks on the plan as a whole: its config, mode, machines, limit and host memory."""
+    yield from notes_on(plan.config, plan.hardware)
+    if plan.config.compile.mode == "eager" and plan.simulation.runtime is GRAPH_TRAINER:
+        yield EAGER
     if plan.config.compile.memory_limit_gib and plan.world_size > 1:
         yield (
             f"compile.memory_limit_gib is compared here with what rank {plan.rank} needs. In "

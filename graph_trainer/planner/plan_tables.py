@@ -62,7 +62,7 @@ Column = tuple[str, str, Sequence[Any]]
 """Heading, kind and values; the kind is that of `measure`, or "part" of a whole, "text", "name"."""
 
 
-def _table(title: str, *columns: Column) -> PlainTable:
+def make_table(title: str, *columns: Column) -> PlainTable:
     """Make a table. Numbers stand right, with their unit in the heading; a name may be folded."""
     table = plain_table(title)
     cells: list[list[RenderableType]] = []
@@ -150,7 +150,7 @@ def _ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Se
 def memory_table(peak: dict[str, Any]) -> PlainTable:
     """Make the table of the categories of memory at the peak."""
     sizes = [*peak["by_category"].values(), peak["bytes"]]
-    table = _table(
+    table = make_table(
         f"Memory at the peak, at node {peak['node']}",
         ("what", "text", [*map(CATEGORIES.__getitem__, peak["by_category"]), "peak"]),
         ("", "bytes", sizes),
@@ -163,7 +163,7 @@ def memory_table(peak: dict[str, Any]) -> PlainTable:
 def modules_table(peak: dict[str, Any], most: int = 8) -> PlainTable:
     """Make the table of the modules that have most alive at the peak."""
     rows = peak["modules"][:most]
-    table = _table(
+    table = make_table(
         "Largest live tensors at the peak, by module; layers.* is every layer",
         ("module", "name", [row["module"] or "(the model itself)" for row in rows]),
         ("what", "text", [CATEGORIES[row["category"]] for row in rows]),
@@ -177,7 +177,7 @@ def modules_table(peak: dict[str, Any], most: int = 8) -> PlainTable:
 def waits_table(report: dict[str, Any], most: int = 5) -> PlainTable:
     """Make the table of the collectives that compute waits for longest."""
     rows = report["exposed_by_module"][:most]
-    table = _table(
+    table = make_table(
         "Exposed communication: where compute waits",
         ("what for", "text", _of(rows, "purpose")),
         ("collective", "name", [f"{shown_name(row['kind'])}\n{row['owner']}" for row in rows]),
@@ -193,7 +193,7 @@ def _kept_table(rows: list[dict[str, Any]]) -> PlainTable:
     """Make the table of what backward has of each block; what nothing keeps is left out."""
     rows = sorted((row for row in rows if row["keep_in"]), key=lambda row: -row["mib"])
     ops = [row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "") for row in rows]
-    return _table(
+    return make_table(
         "Kept for backward, by op of a block; all else is computed again",
         ("module", "name", [row["module"] or "(the block itself)" for row in rows]),
         ("op", "name", ops),
@@ -206,7 +206,7 @@ def _kept_table(rows: list[dict[str, Any]]) -> PlainTable:
 def _curve_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of step times over memory, the fewest bytes first."""
     rows = sorted(report["memory_curve"], key=lambda point: point["peak_bytes"])
-    return _table(
+    return make_table(
         "Step time over memory: fixed policies, and the best plan within a limit",
         ("policy", "text", _of(rows, "policy")),
         ("limit", "bytes", _of(rows, "limit_bytes")),
@@ -218,7 +218,7 @@ def _curve_table(report: dict[str, Any]) -> PlainTable:
 
 def experts_table(rows: Sequence[dict[str, Any]]) -> PlainTable:
     """Make the table of spreads of tokens over experts."""
-    return _table(
+    return make_table(
         "Experts: what the fullest rank receives, in times of an even share",
         ("tokens", "name", _of(rows, "what")),
         ("imbalance", "text", [f"{row['imbalance']:,.2f}" for row in rows]),
@@ -258,7 +258,7 @@ def _up_to(greatest: float | None, degree: int, bound: str) -> str:
 def advice_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of changes for a run that does not fit."""
     rows = report["advice"]
-    return _table(
+    return make_table(
         "What would help most",
         ("flags", "name", [" ".join(row["flags"]).replace(" --", "\n--") for row in rows]),
         ("needs", "bytes", _of(rows, "needed_bytes")),
@@ -360,7 +360,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
 
     mfus = mfu_names(rows)
     fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
-    table = _table(
+    table = make_table(
         f"All combinations; those fit that need at most {most}{limits}",
         ("fits", "text", fits),
         *(

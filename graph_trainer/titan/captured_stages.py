@@ -122,7 +122,7 @@ class Pipeline:
         assert self._step is not None
         losses = self._step(
             [(inputs,) for inputs, _, _ in microbatches],
-            [extra | _of_loss(labels, global_valid_tokens) for _, labels, extra in microbatches],
+            [extra | of_loss(labels, global_valid_tokens) for _, labels, extra in microbatches],
         )
         return sum_in_order(losses, microbatches[0][1].device)
 
@@ -135,11 +135,14 @@ class Pipeline:
         with of_all_ranks.errors_sent("capture its stages"):
             received = self._passed_on(of_all_ranks, microbatch)
             runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
-            splits = self.backward and splits_backward(runtime)
+            actions = runtime.pipeline_order_with_comms
+            splits = self.backward and splits_backward(actions)
             captured = []
             for stage in self.stages:
-                in_flight = most_in_flight(runtime, stage.stage_index) if self.backward else 1
-                passes = _with_in_flight(self.passes, in_flight)
+                in_flight = 1
+                if self.backward:
+                    in_flight = most_in_flight(actions[runtime.rank], stage.stage_index)
+                passes = with_in_flight(self.passes, in_flight)
                 captured.append(
                     self._captured(stage, passes, splits, received, microbatch, global_valid_tokens)
                 )
@@ -186,7 +189,7 @@ class Pipeline:
         taken = inputs if stage.is_first else received.zeros(self.dims, inputs.device)
         kwargs: Mapping[str, Any] = extra
         if stage.is_last:
-            kwargs = extra | _of_loss(labels, global_valid_tokens)
+            kwargs = extra | of_loss(labels, global_valid_tokens)
         agreement = Agreement(self.stage_group)
         start = time.perf_counter()
         with agreement.errors_sent(f"capture {name}"):
@@ -231,7 +234,7 @@ class Pipeline:
             )
 
 
-def _with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
+def with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
     """Return the passes of a stage that has so many microbatches in flight at most."""
 
     def other_memory(joint: JointGraph) -> OtherMemory:
@@ -277,7 +280,7 @@ def loss_of_stage(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def _of_loss(
+def of_loss(
     labels: torch.Tensor, global_valid_tokens: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Return what the loss of a microbatch takes beside the prediction."""

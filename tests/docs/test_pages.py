@@ -107,7 +107,7 @@ def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path
 @pytest.mark.full
 @pytest.mark.parametrize("command", BEGUN)
 def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, monkeypatch):
-    from graph_trainer.cli import calibrate_command, plan_command
+    from graph_trainer.cli import calibrate_command, plan_command, plan_pipeline
     from graph_trainer.cli import main as cli
     from graph_trainer.planner import changes
 
@@ -118,6 +118,7 @@ def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, mo
         raise WorkBegins
 
     monkeypatch.setattr(plan_command, "make_plan", begin)
+    monkeypatch.setattr(plan_pipeline, "make_pipeline_plan", begin)
     monkeypatch.setattr(calibrate_command, "make_plan", begin)
     monkeypatch.setattr(changes, "plan_each", begin)
     monkeypatch.chdir(workplace(tmp_path))

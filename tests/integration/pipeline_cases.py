@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.pipeline import stage as stage_module
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.titan import captured_stages
 from tests.integration.issued import count_issued
 from tests.integration.matrix import (
@@ -268,8 +270,10 @@ def one_stage(folder: Path, name: str) -> None:
 def train(folder: Path, name: str) -> dict[str, Any]:
     """Train a captured pipeline, and say where it differs from what it is compared with."""
     case = PIPELINES[name]
-    captured = Recorded(case.flags, folder).run()
+    with predicted_peaks() as peaks:
+        captured = Recorded(case.flags, folder).run()
     result: dict[str, Any] = {
+        "predicted": peaks,
         "parameters": sorted(name for name, _ in captured.parameters()),
         "gradients": sorted(captured.gradients[-1]),
         "losses": [float(loss) for loss in captured.losses],
@@ -283,6 +287,24 @@ def train(folder: Path, name: str) -> dict[str, Any]:
         eager.close()
     captured.close()
     return result
+
+
+@contextlib.contextmanager
+def predicted_peaks() -> Iterator[list[tuple[int, int]]]:
+    """While entered, collect what is predicted of the stages that are captured with backward: the
+    peak, with what the schedule has in flight, and the peak of what the graph allocates."""
+    peaks: list[tuple[int, int]] = []
+    run_passes = captured_stages.run_passes
+
+    def run(joint: gt.JointGraph, passes: gt.PassConfig, **options: Any) -> Any:
+        report = run_passes(joint, passes, **options)
+        if joint.signature.backward:
+            memory = predicted_memory(joint, load_hardware("cpu"), passes.other_memory(joint))
+            peaks.append((memory.peak_bytes, report.last.peak_bytes))
+        return report
+
+    with patch.object(captured_stages, "run_passes", run):
+        yield peaks
 
 
 def beside_one_stage(folder: Path, name: str, captured: Recorded) -> list[str]:

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.pipeline_plan import make_pipeline_plan
+from graph_trainer.titan.config.load import load_config
 from tests.integration.launches import Job, Launches
-from tests.integration.matrix import TOLERANCE
+from tests.integration.matrix import COMMON, TOLERANCE, arguments
 from tests.integration.pipeline_cases import MICROBATCHES, PIPELINES
+from tests.layers import with_few_layers
 
 SCHEDULES = Job(4, "pipeline_cases:schedules:")
 CHECKPOINTS = Job(4, "pipeline_cases:checkpoints:")
@@ -68,6 +73,22 @@ def test_stages_have_all_parameters_between_them(launches: Launches, name: str) 
         assert all((loss > 0) is rank["is_last"] for loss in rank["losses"])
     found = [name for rank in ranks[::of_stage] for name in rank["parameters"]]
     assert len(found) == len(set(found)) > 10
+
+
+@pytest.mark.parametrize("name", ["pp2_fsdp2", "pp2_cp2_interleaved"])
+def test_a_plan_predicts_the_peak_that_training_does(launches: Launches, name: str) -> None:
+    """Of each stage, with its microbatches in flight."""
+    case = PIPELINES[name]
+    config = load_config(arguments(COMMON | case.flags), world_size=case.ranks)
+    with_few_layers(config)
+    plan = make_pipeline_plan(config, case.ranks, load_hardware("cpu"))
+    of_stage = case.ranks // case.degree
+    for rank, trained in enumerate(launches(train(name))[::of_stage]):
+        planned = [
+            [stage.peak_bytes, lifetimes(stage.simulation.joint).peak_bytes]
+            for stage in plan.stages_of(rank)
+        ]
+        assert planned == trained["predicted"]
 
 
 def test_checkpoints_go_on_with_other_stages(launches: Launches) -> None:

@@ -76,7 +76,7 @@ class PipelineStep:
         make = runtime_of if stages[0].joint.signature.backward else forward_runtime_of
         self._runtime = make(schedule, list(stages), num_microbatches)
         whole = [index for index, stage in self._stages.items() if not stage.splits_backward]
-        if splits_backward(self._runtime) and whole:
+        if splits_backward(self._runtime.pipeline_order_with_comms) and whole:
             raise ConfigError(
                 f"schedule {schedule!r} runs a backward in two actions, and stage {whole[0]} runs "
                 "it whole: make it with splits_backward=True"

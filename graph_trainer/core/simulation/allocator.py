@@ -21,12 +21,13 @@ _SMALL = MIB
 _SMALL_PAGE = 2 * MIB
 _LARGE_PAGE = 20 * MIB
 
-# At the first node the only gradients are those of earlier microbatches.
+# At the first node the only gradients and activations are those of earlier microbatches.
 _BEFORE_STEP = (
     Category.PARAMETERS,
     Category.OPTIMIZER_STATE,
     Category.BUFFERS,
     Category.GRADIENTS,
+    Category.ACTIVATIONS,
 )
 
 _COMPUTE = "compute"
@@ -122,8 +123,9 @@ class Segment:
 def reserved_bytes(memory: Memory, pool_of: PoolOf = one_pool, steps: int = 2) -> int:
     """Return the most bytes that the allocator takes, in all pools. n log n in storages.
 
-    Parameters, buffers, optimizer state and gradients of earlier microbatches are allocated before
-    the first of `steps` equal steps. Gradients of the graph are alive until the next step begins.
+    Parameters, buffers, optimizer state, and gradients and activations of earlier microbatches are
+    allocated before the first of `steps` equal steps. Gradients of the graph are alive until the
+    next step begins.
     """
     before_step = sum(memory.by_category[c][0] for c in _BEFORE_STEP if memory.by_category[c])
     small_segments: dict[str, Segment] = defaultdict(lambda: Segment(_SMALL_PAGE))  # by pool

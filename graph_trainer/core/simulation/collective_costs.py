@@ -12,7 +12,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.graph.annotations import tensors_of
-from graph_trainer.core.graph.collective_kinds import CollectiveKind, Ranks
+from graph_trainer.core.graph.collective_kinds import CollectiveKind, Ranks, kind_named
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kind, is_collective
@@ -74,6 +74,34 @@ def collective_parts(collective: Sizes, hardware: Hardware) -> Parts:
         elif protocol.sends_pairs:
             ways.append(_pairs(collective, place, protocol, hardware))
     return min(ways, key=lambda parts: parts.latency_seconds + parts.transfer_seconds)
+
+
+def send_seconds(sender: int, receiver: int, num_bytes: int, hardware: Hardware) -> float:
+    """Return the seconds in which a rank sends a tensor to another, over links with no other load.
+
+    The messages of an all-to-all are NCCL's sends and receives, so that one message takes as long
+    as an all-to-all of two ranks.
+    """
+    return collective_seconds(_Message((sender, receiver), num_bytes), hardware)
+
+
+class _Message(NamedTuple):
+    """A send and its receive, as an all-to-all of two ranks."""
+
+    ranks: tuple[int, int]
+    largest_split_bytes: int
+
+    @property
+    def row(self) -> CollectiveKind:
+        return kind_named("all_to_all_single")
+
+    @property
+    def input_bytes(self) -> int:
+        return 2 * self.largest_split_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        return 2 * self.largest_split_bytes
 
 
 def _ring(c: Sizes, place: Placement, protocol: Protocol, hardware: Hardware) -> Parts:

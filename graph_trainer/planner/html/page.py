@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from importlib import resources
 from typing import IO, Any
 
@@ -43,7 +44,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
         limit, policy = point["limit_bytes"], point["policy"]
         label, name = ("", f"limit {size(limit)}") if limit else (policy, policy)
         points.append((label, bool(limit), point["needed_bytes"], point["step_seconds"], name))
-    _write(
+    write_template(
         "page.html.jinja",
         file,
         drawn(plan) | {"curve": _curve(points, "seconds", allowed_bytes(report), bound_of(report))},
@@ -78,7 +79,7 @@ def write_comparison(document: dict[str, Any], model: str, allowed: int, file: I
         name = ", ".join(f"{key} = {value}" for key, value in row["config"].items())
         points.append((number, speed > best, row["needed_bytes"], speed, name))
         best = max(best, speed)
-    _write(
+    write_template(
         "comparison.html.jinja",
         file,
         {"curve": _curve(points, "count", allowed, document["hardware"]["name"])},
@@ -116,7 +117,14 @@ def _rows(table: Table) -> list[tuple[Any, ...]]:
     return list(zip(*(column.cells for column in table.columns), strict=True))
 
 
-def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) -> None:
+def write_template(
+    template: str,
+    file: IO[str],
+    data: dict[str, Any],
+    script_names: Sequence[str] = _SCRIPTS,
+    **values: Any,
+) -> None:
+    """Write a page from one of the templates, with its data, scripts and style inside."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset),
         autoescape=True,
@@ -137,7 +145,7 @@ def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) ->
         "look": _look,
         "rows": _rows,
     }
-    scripts = [_script(_asset(name)) for name in _SCRIPTS]
+    scripts = [_script(_asset(name)) for name in script_names]
     packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
     for part in environment.get_template(template).generate(
         **values,
@@ -179,7 +187,7 @@ def _policy(scripts: list[Markup]) -> str:
     """Return a Content-Security-Policy that forbids every fetch and allows only these scripts, by
     their hash. Inline styles are allowed: plotly.js sets them."""
     digests = (hashlib.sha256(s.encode()).digest() for s in scripts)
-    allowed = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
+    allowed = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests) or "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -110,7 +110,7 @@ def test_stages_multiply_the_ranks():
         load_config([*LLAMA3, *flags(2)], world_size=3)
 
 
-def test_a_plan_of_a_pipeline_is_refused():
+def test_one_fake_rank_has_no_whole_model_of_a_pipeline():
     config = load_config([*LLAMA3, *flags(2)], world_size=2)
-    with pytest.raises(gt.ConfigError, match="no plan of a pipeline yet"):
+    with pytest.raises(gt.ConfigError, match="not split into stages"):
         FakeRank(config, 2)
