@@ -7,15 +7,18 @@ base class of stages, none of which has a public name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import csv
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     ScheduleGPipe,
+    _validate_schedule,
     get_schedule_class,
 )
 from torch.distributed.pipelining.schedules import _Action as Action
@@ -26,14 +29,20 @@ from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
 
 
 def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
-    """Make the runtime of a schedule that torch names, with its sends and receives.
+    """Make the runtime of a schedule, with its sends and receives.
 
     Args:
+        schedule: a name of torch's, or the path of a CSV file: see `is_file`.
         stages: those of this rank.
 
     Raises:
         ValueError: torch has no such schedule, or it cannot run so many stages or microbatches.
+        OSError: the file cannot be read.
     """
+    if is_file(schedule):
+        runtime = _new_runtime(ScheduleRuntime, stages, num_microbatches)
+        runtime._load_csv(schedule)
+        return runtime
     class_ = get_schedule_class(schedule)
     runtime_class = class_ if issubclass(class_, ScheduleRuntime) else ScheduleRuntime
     runtime = _new_runtime(runtime_class, stages, num_microbatches)
@@ -47,14 +56,58 @@ def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> Sched
     return runtime
 
 
-def forward_runtime_of(stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
+def is_file(schedule: str) -> bool:
+    """Return whether a schedule is a CSV file: a line a rank, an action such as 0F1 a field."""
+    return schedule.endswith(".csv")
+
+
+def check_file(path: str, degree: int, stages: int, microbatches: int, *, in_a_v: bool) -> None:
+    """Check that a file has a schedule, as `runtime_of` reads it.
+
+    Args:
+        degree: how many ranks a pipeline has.
+        in_a_v: whether stages are placed from the first rank to the last and back again, as for
+            "ZBVZeroBubble" and "DualPipeV"; otherwise each time from the first to the last.
+
+    Raises:
+        ValueError: it has no such schedule.
+        OSError: it cannot be read.
+    """
+    with open(path, newline="") as file:
+        rows = [[field.strip() for field in row] for row in csv.reader(file) if row]
+    actions = {rank: [Action.from_str(field) for field in row] for rank, row in enumerate(rows)}
+    for row, actions_of_rank in zip(rows, actions.values(), strict=True):
+        for field, action in zip(row, actions_of_rank, strict=True):
+            if action is not None and not action.is_compute_op:
+                raise ValueError(f"{field} computes nothing: sends and gathers are added")
+            for part in (action and action.sub_actions) or (action,):
+                if part is not None and not 0 <= part.stage_index < stages:
+                    raise ValueError(f"{field} is of none of the {stages} stages")
+    try:
+        rank_of_stage = _validate_schedule(actions, degree, stages, microbatches)
+        # also that every action can run at some time
+        add_send_recv(
+            {rank: [one for one in order if one is not None] for rank, order in actions.items()},
+            stage_to_rank=rank_of_stage.__getitem__,
+            num_stages=stages,
+        )
+    except AssertionError as error:
+        raise ValueError(str(error)) from None
+    placed = generate_stage_to_rank_mapping(degree, stages, style="v" if in_a_v else "loop")
+    for stage, rank in rank_of_stage.items():
+        if placed[stage] != rank:
+            raise ValueError(f"stage {stage} is on line {rank + 1} and not {placed[stage] + 1}")
+
+
+def forward_runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
     """Make the runtime of forward alone, with its sends and receives: a stage runs all microbatches
     before the next stage of its rank does.
 
     Args:
+        schedule: as of `runtime_of`; it places the stages on ranks.
         stages: those of this rank.
     """
-    runtime = _new_runtime(ScheduleRuntime, stages, num_microbatches)
+    runtime = runtime_of(schedule, stages, num_microbatches)
     rank_of_stage = runtime.stage_index_to_group_rank
     orders: dict[int, list[Action]] = {rank: [] for rank in range(runtime.pp_group_size)}
     for stage, rank in sorted(rank_of_stage.items()):
@@ -85,18 +138,37 @@ def actions_of(
     return {rank: list(order) for rank, order in runtime.pipeline_order_with_comms.items()}
 
 
+def computations_of(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions that compute a microbatch, those that run as one action too."""
+    for action in actions:
+        for part in action.sub_actions or (action,):
+            if part.is_compute_op and part.microbatch_index is not None:
+                yield part
+
+
+def splits_backward(actions: Mapping[int, Iterable[Action]]) -> bool:
+    """Return whether any rank runs a backward in two actions.
+
+    Args:
+        actions: by rank.
+    """
+    computed = (action for order in actions.values() for action in computations_of(order))
+    return any(action.computation_type is ActionKind.BACKWARD_WEIGHT for action in computed)
+
+
 def most_in_flight(actions: Iterable[Action], stage_index: int) -> int:
-    """Return the most microbatches whose forward a stage has run, and whose backward it has not, at
-    any time of a step.
+    """Return the most microbatches whose forward a stage has run, and whose backward it has not
+    finished, at any time of a step.
 
     Args:
         actions: of the rank that has the stage.
     """
+    ends = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
     most = in_flight = 0
-    for action in actions:
+    for action in computations_of(actions):
         if action.stage_index == stage_index:
             in_flight += action.computation_type is ActionKind.FORWARD
-            in_flight -= action.computation_type is ActionKind.FULL_BACKWARD
+            in_flight -= action.computation_type in ends
             most = max(most, in_flight)
     return most
 

@@ -24,7 +24,12 @@ from graph_trainer.core.pipeline.schedule import PipelineStep
 from graph_trainer.core.pipeline.stage import GraphStage
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.simulation.simulate import OtherMemory
-from graph_trainer.core.torch_private_pipelining import StageBase, most_in_flight, runtime_of
+from graph_trainer.core.torch_private_pipelining import (
+    StageBase,
+    most_in_flight,
+    runtime_of,
+    splits_backward,
+)
 from graph_trainer.errors import CaptureError
 from graph_trainer.titan.step_inputs import loss_of_batch
 
@@ -130,13 +135,16 @@ class Pipeline:
         with of_all_ranks.errors_sent("capture its stages"):
             received = self._passed_on(of_all_ranks, microbatch)
             runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
-            actions = runtime.pipeline_order_with_comms[runtime.rank]
+            actions = runtime.pipeline_order_with_comms
+            splits = self.backward and splits_backward(actions)
             captured = []
             for stage in self.stages:
-                in_flight = most_in_flight(actions, stage.stage_index) if self.backward else 1
+                in_flight = 1
+                if self.backward:
+                    in_flight = most_in_flight(actions[runtime.rank], stage.stage_index)
                 passes = with_in_flight(self.passes, in_flight)
                 captured.append(
-                    self._captured(stage, passes, received, microbatch, global_valid_tokens)
+                    self._captured(stage, passes, splits, received, microbatch, global_valid_tokens)
                 )
             self._step = PipelineStep(
                 captured, self.schedule, self.num_microbatches, self.on_gradients
@@ -170,6 +178,7 @@ class Pipeline:
         self,
         stage: StageBase,
         passes: PassConfig,
+        splits: bool,
         received: PassedOn,
         microbatch: Microbatch,
         global_valid_tokens: torch.Tensor | None,
@@ -203,6 +212,7 @@ class Pipeline:
             num_stages=stage.num_stages,
             group=stage.group,
             data_group=self.stage_group,
+            splits_backward=splits,
         )
         self.on_event(
             f"{name}: {report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "

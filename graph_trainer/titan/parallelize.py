@@ -27,6 +27,7 @@ from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
     Mode,
     ShardOver,
+    shard_of,
     sharded_parameters,
     simple_fsdp,
 )
@@ -94,7 +95,7 @@ def parallelize_decoder(
             # would tie them again
             model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
     if parallel_dims.ep_enabled:
-        _check_experts(model, parallel_dims.ep)
+        _check_experts(model, parallel_dims)
     is_captured = getattr(compile_config, "mode", "eager") != "eager"
     if ac_config is not None and not (type(ac_config) in POLICIES and is_captured):
         ac_config.build(dump_folder=dump_folder).apply(model)
@@ -123,6 +124,7 @@ def parallelize_decoder(
         with (
             sharded_parameters(),
             SameOnAnyMesh(),
+            drawn_without_communication(model),
             seeded_by_name(model, _seed_of_run(parallel_dims)),
         ):
             initialize(buffer_device=buffer_device)  # type: ignore[operator]
@@ -161,6 +163,38 @@ def seeded_by_name(model: nn.Module, seed: int) -> Iterator[None]:
     finally:
         for _, module in modules:
             del module._init_self_parameters  # the class has it again
+
+
+@contextlib.contextmanager
+def drawn_without_communication(model: nn.Module) -> Iterator[None]:
+    """While entered, a parameter that a function of torch.nn.init initializes is drawn as a plain
+    full tensor, of which the rank keeps its shard.
+
+    These functions write all of a tensor and use none of its old values. `trunc_normal_` reads
+    after each draw whether to draw again, and of a sharded parameter `SameOnAnyMesh` would have to
+    all-reduce the answer. Other functions get the parameter itself: they may leave it as it is.
+    """
+    modules = [m for m in model.modules() if isinstance(m, Module)]
+
+    def drawn(module: Module, name: str, parameter: nn.Parameter) -> None:
+        initialize = (module._param_init or {}).get(name)
+        function = initialize.func if isinstance(initialize, partial) else initialize
+        of_torch = getattr(function, "__module__", "") == nn.init.__name__
+        if initialize is None or not of_torch or not isinstance(parameter, DTensor):
+            type(module)._init_param(module, name, parameter)
+            return
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        initialize(full)
+        with torch.no_grad():
+            parameter.to_local().copy_(shard_of(full, parameter))
+
+    for module in modules:
+        module._init_param = partial(drawn, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module._init_param  # the class has it again
 
 
 def _seed_of_run(dims: ParallelDims) -> int:
@@ -223,10 +257,13 @@ def _is_parallel_expert(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _check_experts(model: nn.Module, degree: int) -> None:
-    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours."""
-    key = f"parallelism.expert_parallel_degree is {degree}"
-    if not any(map(_is_parallel_expert, model.parameters())):
+def _check_experts(model: nn.Module, dims: ParallelDims) -> None:
+    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours.
+
+    A stage of a pipeline may have no experts: the first layers of DeepSeek V3, or the head.
+    """
+    key = f"parallelism.expert_parallel_degree is {dims.ep}"
+    if not dims.pp_enabled and not any(map(_is_parallel_expert, model.parameters())):
         raise ConfigError(
             f"{key}, and {type(model).__name__} has no experts to divide: set it to 1, or train a "
             "mixture of experts"

@@ -44,6 +44,7 @@ from graph_trainer.titan.captured_stages import (
 from graph_trainer.titan.checkpoint_states import GENERATORS, Generators, keep_generators_from
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.core_settings import (
     LIMIT_KEY,
     config_keys_in_errors,
@@ -192,7 +193,7 @@ class GraphTrainer(Trainer):
             dims=self.parallel_dims,
             stage_group=self._stage_group,
             loss_fn=self.loss_fn,
-            schedule=self.config.parallelism.pipeline_parallel_schedule,
+            schedule=schedule_of(self.config),
             num_microbatches=self.num_pipeline_parallel_microbatches,
             passes=passes_of(
                 self.config,

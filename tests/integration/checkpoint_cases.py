@@ -59,7 +59,7 @@ def saved(folder: Path, _: str) -> dict[str, Any]:
     _save_global_batches(seen, folder / "batches_after.pt")
     result: dict[str, Any] = {"losses": whole.global_losses(), "seed": torch.initial_seed()}
     whole.close()
-    other = resumed(_FLAGS | FSDP2_TP2, folder / "ours")
+    other = resumed(_FLAGS | FSDP2_TP2 | EAGER, folder / "ours")
     result["seed_on_fsdp2_tp2"] = torch.initial_seed()
     for _ in range(2):
         other.step()

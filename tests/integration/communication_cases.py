@@ -35,7 +35,7 @@ from tests.integration.matrix import (
     FP32,
     FSDP2_TP2,
     FSDP4,
-    HSDP2X2_TP2,
+    HSDP2X2,
     Flags,
     rows,
     shard,
@@ -67,7 +67,7 @@ MESHES: dict[str, tuple[Flags, str]] = {
     "fsdp3": (shard(3) | rows(2) | FP32, "always"),
     "fsdp4": (FSDP4 | FP32, "always"),
     "fsdp2_tp2": (FSDP2_TP2 | FP32, "always"),
-    "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, "always"),
+    "hsdp2x2": (HSDP2X2 | FP32, "always"),
     "ddp4": (DDP4 | FP32, "never"),
 }
 """Flags, and the policy that reshards after forward."""
@@ -75,7 +75,7 @@ MESHES: dict[str, tuple[Flags, str]] = {
 FEWER = {
     "fsdp3": ("none", "size", "default"),
     "fsdp2_tp2": ("none", "auto", "default"),
-    "hsdp2x2_tp2": ("none", "default"),
+    "hsdp2x2": ("none", "default"),
     "ddp4": ("none", "transformer_block", "bitwise"),
 }
 RUNS = [(mesh, name) for mesh in MESHES for name in FEWER.get(mesh, tuple(VARIANTS))]
@@ -85,7 +85,7 @@ RANKS = {
     "fsdp4": 4,
     "ddp4": 4,
     "fsdp2_tp2": 4,
-    "hsdp2x2_tp2": 8,
+    "hsdp2x2": 4,
 }
 
 

@@ -36,7 +36,8 @@ def count_issued(step: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T, 
     """Run a step; what it returned, and how often each collective was started meanwhile."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         result = step(*args, **kwargs)
-    names = (event.name for event in profile.events())
+    # not profile.events(), which builds a tree of all operators: as long as the step itself
+    names = (event.name() for event in profile.profiler.kineto_results.events())
     return result, dict(Counter(n for n in names if n.startswith(tuple(f"{b}:" for b in _EVENTS))))
 
 

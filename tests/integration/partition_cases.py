@@ -16,7 +16,7 @@ from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.partition.repartition import PARTITIONS, repartition, repartition_by_min_cut
 from graph_trainer.core.training import step_cache
 from graph_trainer.core.training.step_cache import TrainStep
-from tests.integration.matrix import FP32, FSDP2_TP2, PARTITIONED, Flags
+from tests.integration.matrix import FP32, FSDP2, FSDP2_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
 
 ALWAYS: Flags = {"parallelism.fsdp_reshard_after_forward": "always"}
@@ -29,7 +29,7 @@ def gathers(graph: fx.Graph) -> int:
 
 def run(folder: Path, _: str) -> dict[str, Any]:
     """Train eagerly, and in the three ways that a captured step runs."""
-    flags = FSDP2_TP2 | FP32 | ALWAYS
+    flags = FSDP2 | FP32 | ALWAYS
     eager = Recorded(flags | EAGER, folder).run()
     joint = Recorded(flags, folder).run()
     partitioned = Recorded(flags | PARTITIONED, folder).run()

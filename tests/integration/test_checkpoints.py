@@ -22,7 +22,7 @@ PLAIN_LOADS = Job(1, "load", after=(SAVED,), phase=2, script=PLAIN)
 # what Hugging Face calls some weights of the model
 NAMES = {
     "qwen3": (QWEN3, "self_attn.q_norm mlp.gate_proj input_layernorm"),
-    "qwen3_moe": (QWEN3_MOE, "self_attn.k_proj mlp.gate mlp.experts.63.down_proj"),
+    "qwen3_moe": (QWEN3_MOE, "self_attn.k_proj mlp.gate mlp.experts.15.down_proj"),
     "deepseek_v3": (
         DEEPSEEK_V3,
         "self_attn.kv_a_proj_with_mqa mlp.experts.7.up_proj mlp.shared_experts.up_proj",

@@ -1,4 +1,4 @@
-"""The debug model on four ranks, its step as one graph, as two, and as two compiled again."""
+"""The debug model, its step as one graph, as two, and as two compiled again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.integration.launches import Job, Launches
 from tests.integration.matrix import BOTH, GRADIENTS
 
-JOB = Job(4, "partition_cases:run:")
+JOB = Job(2, "partition_cases:run:")
 MIN_CUT = Job(4, f"partition_cases:min_cut:{','.join(BOTH)}")
 
 

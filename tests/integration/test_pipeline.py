@@ -33,7 +33,10 @@ def train(name: str) -> Job:
     return Job(case.ranks, f"pipeline_cases:train:{name}", after)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+IN_ORDER = ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+
+
+@pytest.mark.parametrize("schedule", [*IN_ORDER, "DualPipeV", "file"])
 def test_losses_and_gradients_are_those_of_one_stage(launches: Launches, schedule: str) -> None:
     """Bit by bit, with stages of other lengths and weights that are sharded unevenly."""
     results = [rank[schedule] for rank in launches(SCHEDULES)]
@@ -62,7 +65,10 @@ def test_stages_have_all_parameters_between_them(launches: Launches, name: str) 
     case, ranks = PIPELINES[name], launches(train(name))
     of_stage = case.ranks // case.degree
     assert all(rank["gradients"] == rank["parameters"] for rank in ranks)
-    assert [rank["is_last"] for rank in ranks[::of_stage]] == [False] * (case.degree - 1) + [True]
+    last = 0 if "ZBV" in case.flags["parallelism.pipeline_parallel_schedule"] else case.degree - 1
+    assert [rank["is_last"] for rank in ranks[::of_stage]] == [
+        i == last for i in range(case.degree)
+    ]
     for rank in ranks:
         assert all((loss > 0) is rank["is_last"] for loss in rank["losses"])
     found = [name for rank in ranks[::of_stage] for name in rank["parameters"]]

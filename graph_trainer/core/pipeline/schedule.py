@@ -14,15 +14,25 @@ from graph_trainer.core.torch_private_pipelining import (
     Action,
     ActionKind,
     forward_runtime_of,
+    is_file,
     microbatch_of,
     receives_of,
     run_schedule,
     runtime_of,
+    splits_backward,
 )
 from graph_trainer.errors import ConfigError
 
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
-"""The schedules whose backward of a microbatch is one action."""
+SCHEDULES = (
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+"""The schedules of torch that graphs run."""
 
 
 class PipelineStep:
@@ -32,16 +42,20 @@ class PipelineStep:
     once a microbatch, as each stage's graph does. Parameters that a stage keeps from forward to
     backward are gathered once for all microbatches, others in each.
 
+    A schedule that overlaps the forward of one microbatch with the backward of another (DualPipeV)
+    runs the one after the other.
+
     Args:
-        stages: those of this rank; the other ranks of the group have the others.
-        schedule: the name of a schedule of torch.distributed.pipelining, one of SCHEDULES. "1F1B"
-            and "GPipe" have one stage a rank.
+        stages: those of this rank; the other ranks of the group have the others. Schedules that run
+            a backward in two actions need stages with `splits_backward`.
+        schedule: the name of a schedule of torch.distributed.pipelining, one of SCHEDULES, or the
+            path of a CSV file with the actions of one. "1F1B" and "GPipe" have one stage a rank.
         num_microbatches: of a step.
         on_gradients: called with a module and the gradients of a microbatch, by FQN; not used
             without backward.
 
     Raises:
-        ConfigError: a schedule that graphs cannot run.
+        ConfigError: no schedule that graphs run, or stages whose backward is not split.
         ValueError: the schedule cannot run so many stages or microbatches (torch's own error).
     """
 
@@ -52,23 +66,30 @@ class PipelineStep:
         num_microbatches: int,
         on_gradients: Callable[[nn.Module, Gradients], None] | None = None,
     ) -> None:
-        if schedule not in SCHEDULES:
+        if schedule not in SCHEDULES and not is_file(schedule):
             raise ConfigError(
-                f"schedule {schedule!r}: stages that are graphs run {', '.join(SCHEDULES)}; others "
-                "split backward in two, which a graph does not"
+                f"schedule {schedule!r}: stages that are graphs run {', '.join(SCHEDULES)}, or a "
+                "file whose name ends in .csv"
             )
         self._stages = {stage.stage_index: stage for stage in stages}
         self._on_gradients = on_gradients
-        if stages[0].joint.signature.backward:
-            self._runtime = runtime_of(schedule, list(stages), num_microbatches)
-        else:
-            self._runtime = forward_runtime_of(list(stages), num_microbatches)
+        make = runtime_of if stages[0].joint.signature.backward else forward_runtime_of
+        self._runtime = make(schedule, list(stages), num_microbatches)
+        whole = [index for index, stage in self._stages.items() if not stage.splits_backward]
+        if splits_backward(self._runtime.pipeline_order_with_comms) and whole:
+            raise ConfigError(
+                f"schedule {schedule!r} runs a backward in two actions, and stage {whole[0]} runs "
+                "it whole: make it with splits_backward=True"
+            )
         self._losses: list[torch.Tensor] = []
         run = self._runtime.register_custom_function
         run(ActionKind.UNSHARD, lambda action, ctx: self._stages[action.stage_index].unshard())
         run(ActionKind.RESHARD, lambda action, ctx: self._stages[action.stage_index].reshard())
         run(ActionKind.FORWARD, self._forward)
         run(ActionKind.FULL_BACKWARD, self._backward)
+        run(ActionKind.BACKWARD_INPUT, self._backward_input)
+        run(ActionKind.BACKWARD_WEIGHT, self._backward_weight)
+        run(ActionKind.OVERLAP_F_B, self._forward_then_backward)
 
     def __call__(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
@@ -98,11 +119,35 @@ class PipelineStep:
             stage.pass_forward(microbatch, following)
 
     def _backward(self, action: Action, ctx: Any) -> None:
-        stage, microbatch = self._stages[action.stage_index], microbatch_of(action)
+        stage, microbatch = self._begin_backward(action)
+        self._end_backward(stage, stage.backward(microbatch))
+        self._pass_backward(stage, microbatch)
+
+    def _backward_input(self, action: Action, ctx: Any) -> None:
+        stage, microbatch = self._begin_backward(action)
+        stage.backward_input(microbatch)
+        self._pass_backward(stage, microbatch)
+
+    def _backward_weight(self, action: Action, ctx: Any) -> None:
+        stage = self._stages[action.stage_index]
+        self._end_backward(stage, stage.backward_weight(microbatch_of(action)))
+
+    def _forward_then_backward(self, action: Action, ctx: Any) -> None:
+        assert action.sub_actions is not None
+        forward, backward = action.sub_actions
+        self._forward(forward, ctx)
+        self._backward(backward, ctx)
+
+    def _begin_backward(self, action: Action) -> tuple[GraphStage, int]:
+        """Wait for the gradients with which a backward begins."""
         for receive in receives_of(self._runtime, action, forward=False):
             receive.wait()
-        gradients = stage.backward(microbatch)
+        return self._stages[action.stage_index], microbatch_of(action)
+
+    def _end_backward(self, stage: GraphStage, gradients: Gradients) -> None:
         if self._on_gradients is not None:
             self._on_gradients(stage.submod, gradients)
+
+    def _pass_backward(self, stage: GraphStage, microbatch: int) -> None:
         if preceding := self._stages.get(stage.stage_index - 1):
             stage.pass_backward(microbatch, preceding)

@@ -15,6 +15,7 @@ from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.pipeline.split_backward import split_backward
 from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.guard import Guard
@@ -30,7 +31,8 @@ class GraphStage(StageBase):
 
     What backward reads is kept from the forward of a microbatch to its backward. Sends and receives
     are of the plain tensors that the outputs consist of. A graph without backward is a stage of a
-    pipeline that runs forward alone.
+    pipeline that runs forward alone. With `splits_backward` the backward is two programs, for
+    schedules that run them apart: see `split_backward`.
 
     Args:
         joint: of `capture_stage`, after its passes.
@@ -40,6 +42,7 @@ class GraphStage(StageBase):
         group: the ranks of the pipeline; None for the default group.
         data_group: the ranks that run this stage on other data, whose collectives are compared
             with this rank's, so that all of them make the stage together; None for no others.
+        splits_backward: whether `backward_input` and `backward_weight` can be called.
 
     Raises:
         PassError: the graph cannot be cut.
@@ -56,24 +59,17 @@ class GraphStage(StageBase):
         num_stages: int,
         group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
+        splits_backward: bool = False,
     ) -> None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
         self._graphs = stage_graphs(joint) if joint.signature.backward else None
         self._forward_graph = joint if self._graphs is None else self._graphs.forward
-        # all exchanges first: a rank that fails to compile then leaves none waiting in one of them
-        agreement = OneRank() if data_group is None else Agreement(data_group)
-        check_order_across_ranks(self._forward_graph, agreement)
-        if self._graphs is not None:
-            check_order_across_ranks(self._graphs.unshard, agreement)
-            check_order_across_ranks(self._graphs.backward, agreement)
-        compile_graph = find_backend(backend).compile
-        self._run_forward = compile_graph(self._forward_graph)
-        if self._graphs is not None:
-            if self._graphs.unshard_reads:
-                self._run_unshard = compile_graph(self._graphs.unshard)
-            self._run_backward = compile_graph(self._graphs.backward)
+        self._split = None
+        if self._graphs is not None and splits_backward:
+            self._split = split_backward(self._graphs.backward)
+        self._compile(backend, OneRank() if data_group is None else Agreement(data_group))
         self._guard = Guard(joint)
         batch = joint.inputs_of(InputKind.BATCH)
         received = [(spec, nodes) for spec, nodes in batch if spec.name.startswith("args[")]
@@ -91,6 +87,29 @@ class GraphStage(StageBase):
         self._outputs: dict[int, Parts] = {}
         self._output_gradients: dict[int, Parts] = {}
         self._input_gradients: dict[int, Parts] = {}
+        self._of_weights: dict[int, Parts] = {}
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether `backward_input` and `backward_weight` can be called."""
+        return self._split is not None
+
+    def _compile(self, backend: str, agreement: Agreement | OneRank) -> None:
+        graphs = [self._forward_graph]
+        if self._graphs is not None:
+            graphs.append(self._graphs.unshard)
+            if self._split is None:
+                graphs.append(self._graphs.backward)
+            else:
+                graphs += [self._split.of_input, self._split.of_weights]
+        # all exchanges first: a rank that fails to compile then leaves none waiting in one of them
+        for graph in graphs:
+            check_order_across_ranks(graph, agreement)
+        compile_graph = find_backend(backend).compile
+        self._programs = {id(graph): compile_graph(graph) for graph in graphs}
+
+    def _run(self, graph: JointGraph, values: Parts) -> Parts:
+        return list(run_compiled(self._programs[id(graph)], graph, values))
 
     # --- what a step computes once ------------------------------------------------------------
 
@@ -111,7 +130,7 @@ class GraphStage(StageBase):
             for part in spec.layout.parts_of(tensor)
         ]
         read = [values[place] for place in self._graphs.unshard_reads]
-        self._unsharded = list(run_compiled(self._run_unshard, self._graphs.unshard, read))
+        self._unsharded = self._run(self._graphs.unshard, read)
 
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
@@ -140,7 +159,7 @@ class GraphStage(StageBase):
         if self._graphs is not None:
             self._inputs[microbatch] = [values[place] for place in self._graphs.backward_reads]
             values += self._unsharded
-        results = list(run_compiled(self._run_forward, self._forward_graph, values))
+        results = self._run(self._forward_graph, values)
         if self._graphs is not None:
             split = len(results) - self._graphs.saved_by.count(None)
             self._saved[microbatch] = results[split:]
@@ -153,6 +172,34 @@ class GraphStage(StageBase):
     def backward(self, microbatch: int) -> Gradients:
         """Run the backward of a microbatch, and return the gradients of the parameters."""
         assert self._graphs is not None, "the stage was captured without backward"
+        if self._split is not None:
+            self.backward_input(microbatch)
+            return self.backward_weight(microbatch)
+        graph = self._graphs.backward
+        return self._gradients(microbatch, graph, self._run(graph, self._take(microbatch)))
+
+    def backward_input(self, microbatch: int) -> None:
+        """Compute the gradients of what a microbatch received, and keep what its
+        `backward_weight` reads."""
+        assert self._split is not None, "the stage was made without splits_backward"
+        graph, values = self._split.of_input, self._take(microbatch)
+        of_weights = [values[place] for place in self._split.reads]
+        results = self._run(graph, values)
+        gradients = [s for s in graph.signature.outputs if s.kind is OutputKind.INPUT_GRADIENT]
+        split = sum(spec.layout.num_tensors for spec in gradients)
+        self._gradients(microbatch, graph, results[:split])
+        self._of_weights[microbatch] = of_weights + results[split:]
+
+    def backward_weight(self, microbatch: int) -> Gradients:
+        """Return the gradients of the parameters, after `backward_input`."""
+        assert self._split is not None, "the stage was made without splits_backward"
+        graph = self._split.of_weights
+        results = self._run(graph, self._of_weights.pop(microbatch))
+        return self._gradients(microbatch, graph, results)
+
+    def _take(self, microbatch: int) -> Parts:
+        """Return the inputs of backward, and forget them."""
+        assert self._graphs is not None
         saved = iter(self._saved.pop(microbatch))
         values = self._inputs.pop(microbatch)
         for place in self._graphs.saved_by:
@@ -162,9 +209,12 @@ class GraphStage(StageBase):
             values.append(torch.ones(loss.shape, dtype=loss.dtype, device=self.device))
         else:
             values += _as(self._gradients_as, self._output_gradients.pop(microbatch))
-        results = run_compiled(self._run_backward, self._graphs.backward, values)
+        return values
+
+    def _gradients(self, microbatch: int, graph: JointGraph, results: Parts) -> Gradients:
+        """Return the gradients of parameters, and keep those of what was received."""
         gradients: Gradients = {}
-        for spec, parts in with_parts(self._graphs.backward.signature.outputs, results):
+        for spec, parts in with_parts(graph.signature.outputs, results):
             if spec.kind is OutputKind.GRADIENT:
                 gradients[spec.name] = output_tensor(spec, parts)
             elif not self.is_first:
@@ -209,6 +259,7 @@ class GraphStage(StageBase):
             state.clear()
         self._output_gradients.clear()
         self._input_gradients.clear()
+        self._of_weights.clear()
         self._unsharded.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -220,6 +271,11 @@ class GraphStage(StageBase):
 
     def _new_buffers(self, like: Sequence[torch.Tensor]) -> Parts:
         return [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in like]
+
+    # in a V, stages that follow each other are on one rank
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [one for one in operations if one.group_peer != self.group_rank]
 
     # the graph has the shapes, and nothing is exchanged to find them
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:

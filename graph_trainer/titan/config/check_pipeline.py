@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from graph_trainer.core.pipeline.schedule import SCHEDULES
+from graph_trainer.core.torch_private_pipelining import check_file, is_file
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -18,6 +19,7 @@ from graph_trainer.titan.routing import SAVE_ROUTING
 DEGREE = "parallelism.pipeline_parallel_degree"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+_FILE = "parallelism.pipeline_parallel_schedule_csv"
 _BATCH = "training.local_batch_size"
 
 
@@ -31,7 +33,6 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if of_model is not None:
         yield Problem(DEGREE, f"{model} {of_model}", "Set it to 1, or train another model.")
         return
-    csv = parallelism.pipeline_parallel_schedule_csv
     is_budget = isinstance(config.activation_checkpoint, BudgetAC.Config)
     unsupported = (
         ("activation_checkpoint.type", is_budget, "full"),
@@ -42,7 +43,6 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         ),
         ("compile.mode", config.compile.mode == "partitioned", "aot_fx_trace"),
         (SAVE_ROUTING, getattr(config.metrics, "save_routing", None) is not None, None),
-        ("parallelism.pipeline_parallel_schedule_csv", bool(csv), ""),
     )
     for key, is_set, wanted in unsupported:
         if is_set:
@@ -55,8 +55,19 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         names = ", ".join(show(name) for name in SCHEDULES)
         yield Problem(_SCHEDULE, "no schedule that graph_trainer runs", f"Set one of {names}.")
         return
-    yield from _batch_problems(config)
-    yield from _stage_problems(config, len(spec.model.layers))
+    problems = [
+        *_batch_problems(config),
+        *_stage_problems(config, len(spec.model.layers)),
+    ]
+    yield from problems
+    if not problems and parallelism.pipeline_parallel_schedule_csv:
+        yield from _file_problems(config, _num_stages(config, len(spec.model.layers)))
+
+
+def schedule_of(config: GraphTrainerConfig) -> str:
+    """Return the schedule of a pipeline: a name of torch's, or the path of a CSV file."""
+    parallelism = config.parallelism
+    return parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
 
 
 def _of_model(spec: Any) -> Iterator[str]:
@@ -75,6 +86,8 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     degree = parallelism.pipeline_parallel_degree
     microbatches = rows // size  # which torchtitan's config has checked to divide
     schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_schedule_csv:  # has an order of its own
+        return
     if schedule == "1F1B" and microbatches < degree:
         yield Problem(
             _BATCH,
@@ -85,7 +98,7 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         )
     # as torch's schedule: as many microbatches in each round
     rounds = max(1, microbatches // degree)
-    if schedule == "Interleaved1F1B" and microbatches % rounds:
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
         yield Problem(
             _BATCH,
             f"{microbatches} microbatches, which {schedule} runs in {rounds} rounds of as many",
@@ -93,17 +106,79 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             (_SCHEDULE, DEGREE),
         )
 
+    if schedule == "DualPipeV" and microbatches < 2 * degree:
+        yield Problem(
+            _BATCH,
+            f'{microbatches} microbatches of {_MICROBATCH} = {size}, and "DualPipeV" needs one for '
+            f"each of {2 * degree} stages",
+            f"Set it to {2 * degree * size} or more, or lower {_MICROBATCH}.",
+            (_MICROBATCH, DEGREE),
+        )
+
+
+def _file_problems(config: GraphTrainerConfig, num_stages: int) -> Iterator[Problem]:
+    """Check the file of a schedule."""
+    parallelism, path = config.parallelism, schedule_of(config)
+    degree, in_a_v = parallelism.pipeline_parallel_degree, _in_a_v(config)
+    size = parallelism.pipeline_parallel_microbatch_size
+    microbatches = config.training.local_batch_size // size
+    problem = None
+    if not is_file(path):
+        problem = "a file whose name does not end in .csv"
+    try:
+        if problem is None:
+            check_file(path, degree, num_stages, microbatches, in_a_v=in_a_v)
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except (ValueError, RuntimeError) as error:
+        problem = f"no schedule of {degree} ranks: {str(error).splitlines()[0]}"
+    if problem is not None:
+        yield Problem(
+            _FILE,
+            problem,
+            f"Write a line a rank, with fields such as 0F1 (stage, action, microbatch): F, B, or I "
+            f"and W, of {num_stages} stages and {microbatches} microbatches.",
+            (DEGREE, _SCHEDULE, _BATCH),
+        )
+
+
+def _in_a_v(config: GraphTrainerConfig) -> bool:
+    """Return whether stages go from the first rank to the last and back again."""
+    return config.parallelism.pipeline_parallel_schedule in ("ZBVZeroBubble", "DualPipeV")
+
+
+def _num_stages(config: GraphTrainerConfig, num_layers: int) -> int:
+    """Return the number of stages, as torchtitan counts them."""
+    parallelism = config.parallelism
+    if parallelism.module_fqns_per_model_part is not None:
+        return len(parallelism.module_fqns_per_model_part)
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        weighted = num_layers + first + last
+        return math.ceil(weighted / parallelism.pipeline_parallel_layers_per_stage)
+    return parallelism.pipeline_parallel_degree * (1 if _is_single(config) else 2)
+
+
+def _is_single(config: GraphTrainerConfig) -> bool:
+    """Return whether the schedule has one stage on each rank."""
+    schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+    return issubclass(schedule, PipelineScheduleSingle)
+
 
 def _stage_problems(config: GraphTrainerConfig, num_layers: int) -> Iterator[Problem]:
     """Check the number of stages, as torchtitan counts them."""
     parallelism = config.parallelism
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+    is_single, stages = _is_single(config), _num_stages(config, num_layers)
     wanted = "one stage" if is_single else "two stages or more"
+    cannot_place = stages % degree != 0 or (stages == degree) != is_single
+    if _in_a_v(config):
+        wanted, cannot_place = "two stages", stages != 2 * degree
     split = parallelism.module_fqns_per_model_part
     if split is not None:
-        key, stages = "parallelism.module_fqns_per_model_part", len(split)
-        if stages % degree or (stages == degree) != is_single:
+        key = "parallelism.module_fqns_per_model_part"
+        if cannot_place:
             yield Problem(
                 key,
                 f"{schedule} has {wanted} on each of {degree} ranks",
@@ -127,18 +202,15 @@ def _stage_problems(config: GraphTrainerConfig, num_layers: int) -> Iterator[Pro
     last = parallelism.pipeline_parallel_last_stage_less_layers
     weighted = num_layers + first + last
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    stages = degree * (1 if is_single else 2)
-    if per_stage is not None:
-        stages = math.ceil(weighted / per_stage)
-        if stages % degree or (stages == degree) != is_single:
-            yield Problem(
-                "parallelism.pipeline_parallel_layers_per_stage",
-                f"makes {stages} stages of {num_layers} layers, and {schedule} has {wanted} on "
-                f"each of {degree} ranks",
-                "Leave it out for as many layers in each stage.",
-                (_SCHEDULE, DEGREE),
-            )
-            return
+    if per_stage is not None and cannot_place:
+        yield Problem(
+            "parallelism.pipeline_parallel_layers_per_stage",
+            f"makes {stages} stages of {num_layers} layers, and {schedule} has {wanted} on "
+            f"each of {degree} ranks",
+            "Leave it out for as many layers in each stage.",
+            (_SCHEDULE, DEGREE),
+        )
+        return
     if stages > weighted or weighted // stages < max(first, last):
         yield Problem(
             DEGREE,

@@ -116,9 +116,15 @@ IN_FILES = (
         '[compile]\nhardware = "h1000"',
     ),
     Bad(
-        'parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"',
+        'parallelism.pipeline_parallel_schedule = "PipelineScheduleMulti"',
         "Set one of",
-        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"',
+        "[parallelism]\npipeline_parallel_degree = 2\n"
+        'pipeline_parallel_schedule = "PipelineScheduleMulti"',
+    ),
+    Bad(
+        'parallelism.pipeline_parallel_schedule_csv = "no.csv": cannot be read',
+        "Write a line a rank",
+        '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule_csv = "no.csv"',
     ),
     Bad(
         "parallelism.tensor_parallel_degree = 3",

@@ -5,6 +5,7 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.check import wanted_ranks
+from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.load import load_config
 
 LLAMA3 = ["--module", "graph_trainer.llama3", "--config", "debugmodel"]
@@ -27,7 +28,7 @@ def flags(degree, schedule="1F1B", rows=8, **others):
     ("model", "given", "said"),
     [
         (LLAMA3, flags(0), f"{KEY}_degree = 0: out of bounds"),
-        (LLAMA3, flags(2, "ZBVZeroBubble"), "no schedule that graph_trainer runs"),
+        (LLAMA3, flags(2, "PipelineScheduleMulti"), "no schedule that graph_trainer runs"),
         (LLAMA3, flags(2, rows=1), "1 microbatches of"),
         (
             LLAMA3,
@@ -35,6 +36,8 @@ def flags(degree, schedule="1F1B", rows=8, **others):
             "pipeline_parallel_microbatch_size (2) when",
         ),
         (LLAMA3, flags(4, "Interleaved1F1B", rows=13), "runs in 3 rounds"),
+        (LLAMA3, flags(2, "DualPipeV", rows=3), "needs one for each of 4 stages"),
+        (LLAMA3, flags(2, "ZBVZeroBubble", **{f"{KEY}_layers_per_stage": 4}), "has two stages on"),
         (LLAMA3, flags(16, rows=16), "makes 16 stages of 6 layers"),
         (LLAMA3, flags(2, **{f"{KEY}_layers_per_stage": 2}), "makes 4 stages of 6 layers"),
         (LLAMA3, flags(2, compile__mode="partitioned"), f"not supported with {KEY}_degree = 2"),
@@ -66,6 +69,36 @@ def test_a_split_names_every_module_once(split, tmp_path):
     else:
         with pytest.raises(gt.ConfigError, match="module_fqns_per_model_part = "):
             load_config(words, world_size=None)
+
+
+GOOD = "0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (GOOD, None),
+        ("0F0,0F1,0I0,0W0,0B1\n", "incorrect number of ranks"),
+        (GOOD.replace("1B1", "1B2"), "without first running Forward"),
+        (GOOD.replace("0W0,", ""), "I and W must have equal counts"),
+        (GOOD.replace("1F1", "2F1"), "2F1 is of none of the 2 stages"),
+        (GOOD.replace("0F0", "0SEND_F0"), "0SEND_F0 computes nothing"),
+        (GOOD.replace("0F0", "forward"), "no schedule of 2 ranks"),
+        ("1F0,1B0,1F1,1B1\n0F0,0F1,0I0,0W0,0B1\n", "stage 1 is on line 1 and not 2"),
+        # each waits for the other
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "no schedule of 2 ranks"),
+    ],
+)
+def test_a_file_has_a_schedule_that_can_run(text, problem, tmp_path):
+    file = tmp_path / "schedule.csv"
+    file.write_text(text)
+    words = [*LLAMA3, *flags(2, rows=2), f"--{KEY}_schedule_csv", str(file)]
+    if problem is None:
+        assert schedule_of(load_config(words, world_size=None)) == str(file)
+        return
+    with pytest.raises(gt.ConfigError, match="Write a line a rank") as raised:
+        load_config(words, world_size=None)
+    assert problem in str(raised.value)
 
 
 def test_stages_multiply_the_ranks():

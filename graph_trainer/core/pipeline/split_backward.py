@@ -1,0 +1,165 @@
+"""Split the backward of a stage: the gradient of what it received, then those of its weights."""
+
+# The idea: the stage before waits for the gradient of its outputs alone, so what this gradient
+# needs runs first, and the rest whenever the rank has nothing better to do. The nodes of the first
+# part are found by walking back from the gradient; all others are the second part.
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.annotations import (
+    copy_annotations,
+    input_name,
+    set_input_name,
+    value_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import (
+    Storage,
+    is_getitem,
+    is_wait,
+    storage_roots,
+    written_arguments,
+)
+from graph_trainer.core.graph.signature import (
+    Input,
+    InputKind,
+    Output,
+    OutputKind,
+    Signature,
+    with_parts,
+)
+from graph_trainer.core.graph.subclasses import unwrap
+from graph_trainer.core.partition.cut import part_of
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """The two graphs of a backward; see `split_backward`."""
+
+    of_input: JointGraph
+    """Takes the inputs of backward; returns the gradients of what the stage received, then the
+    values that `of_weights` reads."""
+    of_weights: JointGraph
+    """Takes the inputs of backward of `reads`, then the values that `of_input` kept; returns the
+    gradients of the parameters."""
+    reads: tuple[int, ...]
+    """The indices of backward's inputs that `of_weights` takes."""
+
+
+def split_backward(backward: JointGraph) -> SplitBackward:
+    """Split a backward graph in two, without changing it.
+
+    No node is in both parts, but for numbers that data decide, such as the tokens that an expert
+    receives: a graph returns tensors, so those that both parts read are read from their tensor
+    twice. Both parts keep the order of the graph. The first stage of a pipeline has no gradient to
+    pass on, and nothing in its first part. Linear in nodes.
+
+    Args:
+        backward: of `cut` of a graph of `capture_stage`.
+    """
+    outputs = list(with_parts(backward.signature.outputs, backward.output_values()))
+    of_input = [(s, nodes) for s, nodes in outputs if s.kind is OutputKind.INPUT_GRADIENT]
+    of_weights = [(s, nodes) for s, nodes in outputs if s.kind is OutputKind.GRADIENT]
+    first = _needed(backward, [node for _, nodes in of_input for node in nodes])
+    numbers = _numbers_read(backward, first)
+    second = {n: None for n in backward.graph.nodes if n.op == "call_function" and n not in first}
+    read = dict.fromkeys(numbers | second)
+    sources = {source for node in read for source in node.all_input_nodes}
+    sources.update(node for _, nodes in of_weights for node in nodes)
+    kept = [node for node in first if node in sources and node not in numbers]
+    inputs = list(with_parts(backward.signature.inputs, backward.placeholders()))
+    places = [place for place, node in enumerate(backward.placeholders()) if node in sources]
+    saved = [(Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]), (n,)) for n in kept]
+    taken = [
+        (Input(spec.kind, spec.name, unwrap(value_of(node))[1]), node)
+        for spec, nodes in inputs
+        for node in nodes
+        if node in sources
+    ]
+    taken += [(Input(InputKind.SAVED, n.name, unwrap(value_of(n))[1]), n) for n in kept]
+    whole = [(spec, node) for spec, nodes in inputs for node in nodes]
+    return SplitBackward(
+        of_input=_part(backward, first, whole, [*of_input, *saved], backward.signature.inputs),
+        of_weights=_part(backward, second | numbers, taken, of_weights, [s for s, _ in taken]),
+        reads=tuple(places),
+    )
+
+
+def _needed(backward: JointGraph, gradients: list[fx.Node]) -> dict[fx.Node, None]:
+    """Return the nodes that gradients need, in order.
+
+    What is written in place stays in order by staying together: if a needed node touches a storage
+    that backward writes, all nodes that touch it are needed too.
+    """
+    roots = storage_roots(backward.graph)
+    touching: dict[Storage, list[fx.Node]] = defaultdict(list)
+    written: set[Storage] = set()
+    ops = [node for node in backward.graph.nodes if node.op == "call_function"]
+    for node in ops:
+        written.update(roots[target] for target in written_arguments(node))
+        for value in {node, *node.all_input_nodes}:
+            touching[roots[value]].append(node)
+    needed: set[fx.Node] = set()
+    open_nodes = list(gradients)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in needed or node.op != "call_function":
+            continue
+        needed.add(node)
+        open_nodes += node.all_input_nodes
+        for storage in {roots[value] for value in (node, *node.all_input_nodes)} & written:
+            open_nodes += touching.pop(storage, [])
+    # an unfinished tensor is not passed on, nor is a tuple
+    for node in ops:
+        if (is_wait(node) or is_getitem(node)) and node.all_input_nodes[0] in needed:
+            needed.add(node)
+    return {node: None for node in ops if node in needed}
+
+
+def _numbers_read(backward: JointGraph, first: dict[fx.Node, None]) -> dict[fx.Node, None]:
+    """Return the nodes of the first part whose results are numbers that the second part reads, or
+    that these are computed from."""
+    numbers: set[fx.Node] = set()
+    for node in reversed(backward.graph.nodes):
+        if node.op == "call_function" and (node not in first or node in numbers):
+            numbers.update(
+                source
+                for source in node.all_input_nodes
+                if source in first and not isinstance(value_of(source), torch.Tensor)
+            )
+    return {node: None for node in backward.graph.nodes if node in numbers}
+
+
+def _part(
+    backward: JointGraph,
+    nodes: dict[fx.Node, None],
+    inputs: list[tuple[Input, fx.Node]],
+    outputs: list[tuple[Output, tuple[fx.Node, ...]]],
+    specs: tuple[Input, ...] | list[Input],
+) -> JointGraph:
+    """Make a graph of some nodes.
+
+    Args:
+        inputs: the values that it takes, which are inputs or other nodes of backward.
+        specs: what `inputs` are parts of.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for spec, node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = value_of(node)
+        set_input_name(copies[node], input_name(node) or spec.name)
+    for node in backward.graph.nodes:
+        if node.op == "get_attr" or node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_function":
+                copy_annotations(node, copies[node])
+    graph.output(tuple(copies[node] for _, returned in outputs for node in returned))
+    signature = Signature(tuple(specs), tuple(spec for spec, _ in outputs))
+    return part_of(backward, graph, signature)
