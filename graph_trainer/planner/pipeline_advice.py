@@ -31,6 +31,10 @@ from graph_trainer.titan.training_state_memory import microbatches
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _BATCH = "training.local_batch_size"
 _LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+_SINGLES = ("1F1B", "GPipe")
+"""The schedules with one stage a rank."""
+_LARGE_BUBBLE = 0.05
+"""The part of a schedule from which on more stages a rank are worth a plan."""
 _LEAST = 0.01
 """The smallest gain that is worth a mention, as a part of speed or memory."""
 _MOST_LESS = 4
@@ -41,19 +45,25 @@ def advise_pipeline(plan: PipelinePlan, load: LoadConfig, on_progress: OnProgres
     """Plan the run again with one setting changed at a time.
 
     Other schedules and numbers of microbatches of the same stages are simulated again, and capture
-    nothing. Layers are moved between stages by an estimate, and planned where that promises a
-    faster step. Where the run does not fit, what saves memory is planned too.
+    nothing. Two stages a rank are planned where one leaves a large bubble. Layers are moved between
+    stages by an estimate, and planned where that promises a faster step. Where the run does not
+    fit, what saves memory is planned too.
 
     Returns:
         the changes that make a run that fits faster, or one that does not fit need less; first
         those with which it fits, and of them the fastest.
     """
     outcomes = []
-    for change in (*_same_stages(plan), *balanced(plan), *_less_memory(plan)):
+    same_stages = list(_same_stages(plan))
+    for change in (
+        *same_stages,
+        *_more_stages(plan),
+        *balanced(plan),
+        *_less_memory(plan),
+    ):
         try:
             config = load(flags_of(change))
-            keeps_stages = change.keys() <= {SCHEDULE, _BATCH}
-            if keeps_stages:
+            if change in same_stages:
                 changed = rescheduled(plan, config)
             else:
                 on_progress(", ".join(f"{key} = {value}" for key, value in change.items()))
@@ -117,23 +127,30 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
 def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     """Yield schedules and numbers of microbatches that keep the stages of each rank."""
     parallelism, batch = plan.config.parallelism, plan.config.training.local_batch_size
-    singles = ("1F1B", "GPipe")
-    is_single = parallelism.pipeline_parallel_schedule in singles
+    is_single = parallelism.pipeline_parallel_schedule in _SINGLES
     if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
         return
     # a stage on other ranks is the same where these stand alike on their nodes
     fills_nodes = plan.world_size // plan.num_ranks % plan.hardware.devices_per_node == 0
     is_v = parallelism.pipeline_parallel_schedule in IN_A_V
     for schedule in () if parallelism.pipeline_parallel_schedule_csv else SCHEDULES:
-        same_kind = (schedule in singles) is is_single
         if (schedule in IN_A_V) is not is_v and not fills_nodes:
             continue
+        same_kind = (schedule in _SINGLES) is is_single
         if same_kind and schedule != parallelism.pipeline_parallel_schedule:
             yield {SCHEDULE: schedule}
     if plan.fits:
         yield {_BATCH: str(2 * batch)}
     elif plan.num_microbatches >= 4 and plan.num_microbatches % 2 == 0:
         yield {_BATCH: str(batch // 2)}
+
+
+def _more_stages(plan: PipelinePlan) -> Iterator[Change]:
+    """Yield the schedule with two stages a rank, whose bubble is smaller."""
+    is_single = plan.config.parallelism.pipeline_parallel_schedule in _SINGLES
+    by_count = plan.config.parallelism.pipeline_parallel_layers_per_stage is None
+    if plan.fits and is_single and by_count and plan.timeline.bubble > _LARGE_BUBBLE:
+        yield {SCHEDULE: "Interleaved1F1B"}
 
 
 def _less_memory(plan: PipelinePlan) -> Iterator[Change]:

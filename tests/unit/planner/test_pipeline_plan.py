@@ -14,7 +14,7 @@ import pytest
 from graph_trainer.cli import plan_pipeline
 from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.pipeline.simulate_schedule import StageSeconds
+from graph_trainer.core.pipeline.simulate_schedule import ScheduleTimeline, StageSeconds
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import Need, predicted_memory
 from graph_trainer.errors import ConfigError
@@ -178,7 +178,9 @@ def advised(plan: PipelinePlan, monkeypatch, changed: PipelinePlan | None = None
 
 def test_advice_is_what_is_faster_and_fits(monkeypatch):
     plan = planned()
-    advice = advised(plan, monkeypatch)
+    in_no_time = dataclasses.replace(plan, timeline=ScheduleTimeline({}, []))
+    advice = advised(plan, monkeypatch, in_no_time)
+    assert any("Interleaved1F1B" in flags for flags in advice)
     (batch,) = [outcome for flags, outcome in advice.items() if "local_batch_size" in flags[0]]
     assert batch.config["training.local_batch_size"] == "8"
     for outcome in advice.values():
