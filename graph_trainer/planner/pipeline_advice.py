@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graph_trainer.core.pipeline.schedule import SCHEDULES
 from graph_trainer.core.pipeline.simulate_schedule import StageSeconds
 from graph_trainer.core.torch_private_pipelining import actions_of, most_in_flight
 from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner.changes import POLICY, RESHARD, Change, flags_of
 from graph_trainer.planner.fake_stages import automatic_split
 from graph_trainer.planner.pipeline_plan import (
+    SIMULATED,
     PipelinePlan,
     StagePlan,
     make_pipeline_plan,
@@ -124,7 +124,7 @@ def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     is_single = parallelism.pipeline_parallel_schedule in _SINGLES
     if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
         return
-    for schedule in SCHEDULES:
+    for schedule in SIMULATED:
         same_kind = (schedule in _SINGLES) is is_single
         if same_kind and schedule != parallelism.pipeline_parallel_schedule:
             yield {SCHEDULE: schedule}

@@ -40,6 +40,7 @@ from graph_trainer.core.torch_private_pipelining import (
     most_in_flight,
 )
 from graph_trainer.core.units import GIB
+from graph_trainer.errors import ConfigError
 from graph_trainer.planner.fake_stages import FakeStages, modules_of_stages
 from graph_trainer.planner.plan import Outcome, model_name, outside_seconds
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
@@ -49,6 +50,9 @@ from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.model_flops import FlopsPerToken
 from graph_trainer.titan.training_state_memory import microbatches
+
+SIMULATED = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+"""The schedules that a plan has: backward of a microbatch is one action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +279,12 @@ def make_pipeline_plan(
         on_progress: called with a line before each part of the work.
 
     Raises:
+        ConfigError: a schedule that is not simulated.
         CaptureError: a stage cannot be captured.
         PassError, VerificationError: as `run_passes`.
     """
     parallelism, training = config.parallelism, config.training
+    _check_schedule(config)
     on_progress("building the model on meta")
     first = FakeStages(config, world_size, 0, hardware.device)
     ranks, num_stages = parallelism.pipeline_parallel_degree, first.num_stages
@@ -323,6 +329,20 @@ def make_pipeline_plan(
         repeats=microbatches(config, first.data_parallel_degree) // num_microbatches,
         limit_bytes=int(limit * GIB) if limit else None,
     )
+
+
+def _check_schedule(config: GraphTrainerConfig) -> None:
+    """Refuse schedules that run the backward of a microbatch in two actions, or are a file."""
+    parallelism = config.parallelism
+    key, value = "parallelism.pipeline_parallel_schedule", parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_schedule_csv:
+        key, value = f"{key}_csv", parallelism.pipeline_parallel_schedule_csv
+    if value not in SIMULATED:
+        names = ", ".join(f'"{name}"' for name in SIMULATED)
+        raise ConfigError(
+            f'{key} = "{value}": it trains, and there is no plan of it yet. Plan the stages with '
+            f"parallelism.pipeline_parallel_schedule = one of {names}"
+        )
 
 
 def timeline_of(
