@@ -137,7 +137,8 @@ def _file_problems(config: GraphTrainerConfig, num_stages: int) -> Iterator[Prob
             _FILE,
             problem,
             f"Write a line a rank, with fields such as 0F1 (stage, action, microbatch): F, B, or I "
-            f"and W, of {num_stages} stages and {microbatches} microbatches.",
+            f"and W, of {microbatches} microbatches and {num_stages} stages, which {_SCHEDULE} = "
+            f"{show(parallelism.pipeline_parallel_schedule)} counts.",
             (DEGREE, _SCHEDULE, _BATCH),
         )
 
