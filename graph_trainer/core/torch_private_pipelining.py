@@ -129,9 +129,11 @@ def actions_of(
     Raises:
         ValueError: as `runtime_of`.
     """
-    of_rank = {"num_stages": num_stages, "group_size": ranks, "group_rank": 0, "submod": None}
     # what a schedule reads of the stages of a rank
-    stages = [SimpleNamespace(stage_index=n, **of_rank) for n in range(0, num_stages, ranks)]
+    stages = [
+        SimpleNamespace(num_stages=num_stages, group_size=ranks, group_rank=0, stage_index=index)
+        for index in range(0, num_stages, ranks)
+    ]
     runtime = runtime_of(schedule, stages, num_microbatches)
     return {rank: list(order) for rank, order in runtime.pipeline_order_with_comms.items()}
 

@@ -13,6 +13,7 @@ from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner.changes import POLICY, RESHARD, Change, flags_of
 from graph_trainer.planner.fake_stages import automatic_split
 from graph_trainer.planner.pipeline_plan import (
+    SIMULATED,
     PipelinePlan,
     StagePlan,
     make_pipeline_plan,
@@ -20,7 +21,6 @@ from graph_trainer.planner.pipeline_plan import (
 )
 from graph_trainer.planner.plan import LoadConfig, Outcome
 from graph_trainer.planner.terminal import OnProgress
-from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches
 
@@ -29,8 +29,6 @@ _BATCH = "training.local_batch_size"
 _LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
 _SINGLES = ("1F1B", "GPipe")
 """The schedules with one stage a rank."""
-_LOOPS = ("Interleaved1F1B", "LoopedBFS")
-"""The schedules with several stages a rank, placed alike, whose backward is one action."""
 _LARGE_BUBBLE = 0.05
 """The part of a schedule from which on more stages a rank are worth a plan."""
 _LEAST = 0.01
@@ -104,7 +102,7 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
             microbatches as before.
     """
     changed = replace(plan, config=config)
-    schedule = schedule_of(config)
+    schedule = config.parallelism.pipeline_parallel_schedule
     count = changed.num_microbatches
     actions = actions_of(schedule, len(plan.stages), plan.num_ranks, count)
     stages = tuple(
@@ -123,12 +121,13 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
 def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     """Yield schedules and numbers of microbatches that keep the stages of each rank."""
     parallelism, batch = plan.config.parallelism, plan.config.training.local_batch_size
-    if plan.config.compile.memory_limit_gib or parallelism.pipeline_parallel_schedule_csv:
-        return  # passes look at the microbatches in flight; and a file has its number of them
-    schedule = parallelism.pipeline_parallel_schedule
-    for alike in (_SINGLES, _LOOPS):
-        if schedule in alike:
-            yield from ({SCHEDULE: other} for other in alike if other != schedule)
+    is_single = parallelism.pipeline_parallel_schedule in _SINGLES
+    if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
+        return
+    for schedule in SIMULATED:
+        same_kind = (schedule in _SINGLES) is is_single
+        if same_kind and schedule != parallelism.pipeline_parallel_schedule:
+            yield {SCHEDULE: schedule}
     if plan.fits:
         yield {_BATCH: str(2 * batch)}
     elif plan.num_microbatches >= 4 and plan.num_microbatches % 2 == 0:

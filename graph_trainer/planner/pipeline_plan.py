@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,6 @@ from graph_trainer.core.pipeline.simulate_schedule import (
     StageSeconds,
     simulate_schedule,
 )
-from graph_trainer.core.pipeline.split_backward import split_backward
 from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.core.simulation.collective_costs import send_seconds
 from graph_trainer.core.simulation.hardware import Hardware
@@ -37,21 +37,22 @@ from graph_trainer.core.torch_private_pipelining import (
     Action,
     ActionKind,
     actions_of,
-    computations_of,
     most_in_flight,
-    splits_backward,
 )
 from graph_trainer.core.units import GIB
+from graph_trainer.errors import ConfigError
 from graph_trainer.planner.fake_stages import FakeStages, modules_of_stages
 from graph_trainer.planner.plan import Outcome, model_name, outside_seconds
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.captured_stages import PassedOn, with_in_flight
-from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.model_flops import FlopsPerToken
 from graph_trainer.titan.training_state_memory import microbatches
+
+SIMULATED = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+"""The schedules that a plan has: backward of a microbatch is one action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def _moments(
     sent = 0
     in_flight: dict[int, int] = dict.fromkeys(stages, 0)
     unsharded: set[int] = set()
-    for action in (part for one in actions for part in one.sub_actions or (one,)):
+    for action in actions:
         kind, running = action.computation_type, action.stage_index
         if kind is ActionKind.UNSHARD:
             unsharded.add(running)
@@ -247,7 +248,7 @@ def _moments(
             unsharded.discard(running)
         elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
             sent += sent_bytes
-        if not action.is_compute_op or action.microbatch_index is None:
+        if kind not in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD):
             continue
         in_flight[running] += kind is ActionKind.FORWARD
         stage = stages[running]
@@ -257,7 +258,7 @@ def _moments(
                 beside += other.always_bytes + in_flight[other.index] * other.microbatch_bytes
                 beside += other.unsharded_bytes * (other.index in unsharded)
         yield running, beside
-        in_flight[running] -= kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        in_flight[running] -= kind is ActionKind.FULL_BACKWARD
 
 
 @config_keys_in_errors()
@@ -278,19 +279,20 @@ def make_pipeline_plan(
         on_progress: called with a line before each part of the work.
 
     Raises:
+        ConfigError: a schedule that is not simulated.
         CaptureError: a stage cannot be captured.
         PassError, VerificationError: as `run_passes`.
     """
     parallelism, training = config.parallelism, config.training
+    _check_schedule(config)
     on_progress("building the model on meta")
     first = FakeStages(config, world_size, 0, hardware.device)
     ranks, num_stages = parallelism.pipeline_parallel_degree, first.num_stages
     modules = modules_of_stages(config, first)
     num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    actions = actions_of(schedule_of(config), num_stages, ranks, num_microbatches)
-    rank_of = {
-        a.stage_index: rank for rank, order in actions.items() for a in computations_of(order)
-    }
+    schedule = parallelism.pipeline_parallel_schedule
+    actions = actions_of(schedule, num_stages, ranks, num_microbatches)
+    rank_of = {a.stage_index: rank for rank, order in actions.items() for a in order}
     alike: dict[object, list[int]] = defaultdict(list)
     for index, names in enumerate(modules):
         place = rank_of[index] * (world_size // ranks) % hardware.devices_per_node
@@ -306,7 +308,7 @@ def make_pipeline_plan(
         joint = run.capture(index, received)
         if received is None:
             received = PassedOn.of(output_tensors(joint)[0])
-        captured = _CapturedStage(run, joint, hardware, splits_backward(actions), on_progress)
+        captured = _CapturedStage(run, joint, hardware, on_progress)
         for index in indices:
             in_flight = most_in_flight(actions[rank_of[index]], index)
             of_stage = captured.plan(index, rank_of[index], tuple(modules[index]), in_flight)
@@ -327,6 +329,20 @@ def make_pipeline_plan(
         repeats=microbatches(config, first.data_parallel_degree) // num_microbatches,
         limit_bytes=int(limit * GIB) if limit else None,
     )
+
+
+def _check_schedule(config: GraphTrainerConfig) -> None:
+    """Refuse schedules that run the backward of a microbatch in two actions, or are a file."""
+    parallelism = config.parallelism
+    key, value = "parallelism.pipeline_parallel_schedule", parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_schedule_csv:
+        key, value = f"{key}_csv", parallelism.pipeline_parallel_schedule_csv
+    if value not in SIMULATED:
+        names = ", ".join(f'"{name}"' for name in SIMULATED)
+        raise ConfigError(
+            f'{key} = "{value}": it trains, and there is no plan of it yet. Plan the stages with '
+            f"parallelism.pipeline_parallel_schedule = one of {names}"
+        )
 
 
 def timeline_of(
@@ -375,21 +391,14 @@ class _CapturedStage:
 
     Args:
         run: the rank that `joint` was captured on.
-        splits: whether the schedule runs a backward in two actions.
     """
 
     def __init__(
-        self,
-        run: FakeStages,
-        joint: JointGraph,
-        hardware: Hardware,
-        splits: bool,
-        on_progress: OnProgress,
+        self, run: FakeStages, joint: JointGraph, hardware: Hardware, on_progress: OnProgress
     ) -> None:
         self._run = run
         self._captured = joint
         self._hardware = hardware
-        self._splits = splits
         self._on_progress = on_progress
         self._latest: StagePlan | None = None
 
@@ -418,7 +427,7 @@ class _CapturedStage:
             in_flight=in_flight,
             simulation=simulation,
             need=simulation.need(),
-            seconds=_seconds(joint, hardware, other, self._splits),
+            seconds=_seconds(joint, hardware, other),
             outside_seconds=outside_seconds(simulation, other.optimizer_bytes),
             sent_bytes=given_bytes(joint, InputKind.OUTPUT_GRADIENT),
             always_bytes=state + other.optimizer_bytes + other.accumulated_bytes,
@@ -427,22 +436,18 @@ class _CapturedStage:
         )
 
 
-def _seconds(
-    joint: JointGraph, hardware: Hardware, other: OtherMemory, splits: bool
-) -> StageSeconds:
+def _seconds(joint: JointGraph, hardware: Hardware, other: OtherMemory) -> StageSeconds:
     """Simulate the programs of a stage one by one, as they run."""
-
-    def seconds_of(graph: JointGraph) -> float:
-        return simulate(graph, hardware, other).timeline.step_seconds
-
     graphs = stage_graphs(joint)
-    forward = seconds_of(graphs.forward)
-    unshard = seconds_of(graphs.unshard) if graphs.unshard_reads else 0.0
-    if not splits:
-        return StageSeconds(forward, seconds_of(graphs.backward), unshard)
-    parts = split_backward(graphs.backward)
-    of_input, of_weights = seconds_of(parts.of_input), seconds_of(parts.of_weights)
-    return StageSeconds(forward, of_input + of_weights, unshard, of_input, of_weights)
+    seconds_of = partial(simulate, hardware=hardware, other=other)
+    unshard = 0.0
+    if graphs.unshard_reads:
+        unshard = seconds_of(graphs.unshard).timeline.step_seconds
+    return StageSeconds(
+        forward=seconds_of(graphs.forward).timeline.step_seconds,
+        backward=seconds_of(graphs.backward).timeline.step_seconds,
+        unshard=unshard,
+    )
 
 
 def _microbatch_bytes(joint: JointGraph, memory: Memory) -> int:

@@ -20,7 +20,6 @@ from graph_trainer.planner.plan import versions
 from graph_trainer.planner.plan_report import EAGER, notes_on, settings_text
 from graph_trainer.planner.plan_tables import fit_and_speed, make_table
 from graph_trainer.planner.terminal import PlainTable
-from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.write_toml import config_to_toml
 
 SCHEMA = "graph_trainer.pipeline_plan/1"
@@ -42,7 +41,7 @@ def pipeline_report(plan: PipelinePlan) -> dict[str, Any]:
         "hardware": dataclasses.asdict(plan.hardware),
         "world_size": plan.world_size,
         "parameters": plan.num_parameters,
-        "schedule": schedule_of(plan.config),
+        "schedule": plan.config.parallelism.pipeline_parallel_schedule,
         "schedule_microbatches": plan.num_microbatches,
         "schedules": plan.repeats,
         "microbatches": plan.num_microbatches * plan.repeats,

@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graph_trainer.core.torch_private_pipelining import (
-    Action,
-    ActionKind,
-    computations_of,
-    microbatch_of,
-)
+from graph_trainer.core.torch_private_pipelining import Action, ActionKind, microbatch_of
 from graph_trainer.errors import VerificationError
 
 
@@ -25,20 +20,6 @@ class StageSeconds(NamedTuple):
     """Of one microbatch."""
     unshard: float = 0.0
     """The gathers that all microbatches share."""
-    backward_input: float = 0.0
-    """Of one microbatch: the first part of a backward that runs in two."""
-    backward_weight: float = 0.0
-    """Of one microbatch: the second part."""
-
-    def of(self, kind: ActionKind) -> float:
-        """Return the seconds of the program that an action runs."""
-        return {
-            ActionKind.FORWARD: self.forward,
-            ActionKind.FULL_BACKWARD: self.backward,
-            ActionKind.BACKWARD_INPUT: self.backward_input,
-            ActionKind.BACKWARD_WEIGHT: self.backward_weight,
-            ActionKind.UNSHARD: self.unshard,
-        }[kind]
 
 
 class Span(NamedTuple):
@@ -48,7 +29,7 @@ class Span(NamedTuple):
     """Of the pipeline."""
     stage: int
     kind: ActionKind
-    """FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT or UNSHARD."""
+    """FORWARD, FULL_BACKWARD or UNSHARD."""
     microbatch: int | None
     """None of UNSHARD."""
     start: float
@@ -114,7 +95,6 @@ _IS_FORWARD = {
     ActionKind.SEND_F: True,
     ActionKind.RECV_F: True,
     ActionKind.FULL_BACKWARD: False,
-    ActionKind.BACKWARD_INPUT: False,
     ActionKind.SEND_B: False,
     ActionKind.RECV_B: False,
 }
@@ -143,7 +123,7 @@ def simulate_schedule(
     Raises:
         VerificationError: ranks would wait for each other without end.
     """
-    rank_of = {a.stage_index: r for r, order in actions.items() for a in computations_of(order)}
+    rank_of = {a.stage_index: r for r, order in actions.items() for a in order if _computes(a)}
     simulation = _Simulation(rank_of, seconds, send_seconds)
     left: dict[int, Iterator[None]] = {r: simulation.run(r, order) for r, order in actions.items()}
     while left:
@@ -159,6 +139,10 @@ def simulate_schedule(
 
 
 _ENDED = object()
+
+
+def _computes(action: Action) -> bool:
+    return action.computation_type in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD)
 
 
 class _Simulation:
@@ -185,29 +169,33 @@ class _Simulation:
         """Run the actions of a rank; yield whenever one has to wait for another rank."""
         spans = self.spans[rank] = []
         now = 0.0
-        for action in (part for one in order for part in one.sub_actions or (one,)):
+        for action in order:
             kind, stage = action.computation_type, action.stage_index
             if kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 self._post((stage, _IS_FORWARD[kind], microbatch_of(action)), "send", now)
             elif kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 self._post(self._source(action), "receive", now)
-            elif kind is ActionKind.UNSHARD or action.microbatch_index is not None:
+            elif kind is ActionKind.UNSHARD:
+                duration = self._seconds[stage].unshard
+                if duration:
+                    spans.append(Span(rank, stage, kind, None, now, duration, 0.0))
+                now += duration
+            elif _computes(action):
                 sent = received = now
-                if kind in _IS_FORWARD and self._is_of_another(rank, self._source(action)):
-                    while (source := self._source(action)) not in self._arrived:
+                source = self._source(action)
+                if self._rank_of.get(source[0], rank) != rank:
+                    while source not in self._arrived:
                         yield
                     sent, received = self._arrived[source]
                 start = max(now, received)
                 exposed = max(0.0, start - max(now, sent))
-                duration = self._seconds[stage].of(kind)
-                microbatch = action.microbatch_index
-                if duration or microbatch is not None:
-                    spans.append(Span(rank, stage, kind, microbatch, start, duration, exposed))
+                forward = kind is ActionKind.FORWARD
+                of_stage = self._seconds[stage]
+                duration = of_stage.forward if forward else of_stage.backward
+                microbatch = microbatch_of(action)
+                spans.append(Span(rank, stage, kind, microbatch, start, duration, exposed))
                 now = start + duration
             self.done += 1
-
-    def _is_of_another(self, rank: int, tensor: _Tensor) -> bool:
-        return self._rank_of.get(tensor[0], rank) != rank
 
     def _source(self, action: Action) -> _Tensor:
         """Return the tensor that an action takes, of a stage that may not exist."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import IO, NamedTuple
 
-from graph_trainer.core.torch_private_pipelining import splits_backward
 from graph_trainer.planner import plan_tables as text
 from graph_trainer.planner.html.page import fit_text, write_template
 from graph_trainer.planner.measures import duration
@@ -60,7 +59,6 @@ def write_schedule_page(plan: PipelinePlan, file: IO[str]) -> None:
             "row": _ROW,
             "height": _ROW * plan.num_ranks,
             "boxes": boxes(plan),
-            "splits": splits_backward(plan.actions),
             "unshards": any(stage.seconds.unshard for stage in plan.stages),
             "several": len(plan.stages) > plan.num_ranks,
         },
