@@ -130,20 +130,30 @@ def actions_of(
         ValueError: as `runtime_of`.
     """
     # what a schedule reads of the stages of a rank
-    stages = [
-        SimpleNamespace(num_stages=num_stages, group_size=ranks, group_rank=0, stage_index=index)
-        for index in range(0, num_stages, ranks)
-    ]
+    of_all = {"num_stages": num_stages, "group_size": ranks, "group_rank": 0, "submod": None}
+    stages = [SimpleNamespace(stage_index=i, **of_all) for i in range(0, num_stages, ranks)]
     runtime = runtime_of(schedule, stages, num_microbatches)
     return {rank: list(order) for rank, order in runtime.pipeline_order_with_comms.items()}
 
 
-def computations_of(actions: Iterable[Action]) -> Iterator[Action]:
-    """Yield the actions that compute a microbatch, those that run as one action too."""
+def leaves_of(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield actions, and in place of one that overlaps others these in order."""
     for action in actions:
-        for part in action.sub_actions or (action,):
-            if part.is_compute_op and part.microbatch_index is not None:
-                yield part
+        yield from action.sub_actions or (action,)
+
+
+def computations_of(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions that compute a microbatch, those that are overlapped too."""
+    return (action for action in leaves_of(actions) if action.is_compute_op)
+
+
+def ranks_of_stages(actions: Mapping[int, Iterable[Action]]) -> dict[int, int]:
+    """Return the rank of each stage.
+
+    Args:
+        actions: by rank.
+    """
+    return {a.stage_index: rank for rank, order in actions.items() for a in computations_of(order)}
 
 
 def splits_backward(actions: Mapping[int, Iterable[Action]]) -> bool:

@@ -7,13 +7,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from graph_trainer.core.pipeline.schedule import IN_A_V, SCHEDULES
 from graph_trainer.core.pipeline.simulate_schedule import StageSeconds
-from graph_trainer.core.torch_private_pipelining import actions_of, most_in_flight
+from graph_trainer.core.torch_private_pipelining import (
+    actions_of,
+    most_in_flight,
+    ranks_of_stages,
+)
 from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner.changes import POLICY, RESHARD, Change, flags_of
 from graph_trainer.planner.fake_stages import automatic_split
 from graph_trainer.planner.pipeline_plan import (
-    SIMULATED,
     PipelinePlan,
     StagePlan,
     make_pipeline_plan,
@@ -105,13 +109,15 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
     schedule = config.parallelism.pipeline_parallel_schedule
     count = changed.num_microbatches
     actions = actions_of(schedule, len(plan.stages), plan.num_ranks, count)
-    stages = tuple(
-        stage.with_in_flight(most_in_flight(actions[stage.rank], stage.index))
-        for stage in plan.stages
-    )
+    rank_of = ranks_of_stages(actions)
+    stages = []
+    for stage in plan.stages:
+        rank = rank_of[stage.index]
+        in_flight = most_in_flight(actions[rank], stage.index)
+        stages.append(replace(stage.with_in_flight(in_flight), rank=rank))
     return replace(
         changed,
-        stages=stages,
+        stages=tuple(stages),
         actions=actions,
         timeline=timeline_of(stages, actions, plan.world_size, plan.hardware),
         repeats=microbatches(config, plan.data_parallel_degree) // count,
@@ -124,7 +130,12 @@ def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     is_single = parallelism.pipeline_parallel_schedule in _SINGLES
     if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
         return
-    for schedule in SIMULATED:
+    # a stage on other ranks is the same where these stand alike on their nodes
+    fills_nodes = plan.world_size // plan.num_ranks % plan.hardware.devices_per_node == 0
+    is_v = parallelism.pipeline_parallel_schedule in IN_A_V
+    for schedule in () if parallelism.pipeline_parallel_schedule_csv else SCHEDULES:
+        if (schedule in IN_A_V) is not is_v and not fills_nodes:
+            continue
         same_kind = (schedule in _SINGLES) is is_single
         if same_kind and schedule != parallelism.pipeline_parallel_schedule:
             yield {SCHEDULE: schedule}

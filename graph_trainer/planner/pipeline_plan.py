@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -23,7 +22,8 @@ from graph_trainer.core.pipeline.simulate_schedule import (
     StageSeconds,
     simulate_schedule,
 )
-from graph_trainer.core.pipeline.stage_graphs import stage_graphs
+from graph_trainer.core.pipeline.split_backward import SplitBackward, split_backward
+from graph_trainer.core.pipeline.stage_graphs import StageGraphs, stage_graphs
 from graph_trainer.core.simulation.collective_costs import send_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import (
@@ -37,22 +37,22 @@ from graph_trainer.core.torch_private_pipelining import (
     Action,
     ActionKind,
     actions_of,
+    leaves_of,
     most_in_flight,
+    ranks_of_stages,
+    splits_backward,
 )
 from graph_trainer.core.units import GIB
-from graph_trainer.errors import ConfigError
 from graph_trainer.planner.fake_stages import FakeStages, modules_of_stages
 from graph_trainer.planner.plan import Outcome, model_name, outside_seconds
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.captured_stages import PassedOn, with_in_flight
+from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.model_flops import FlopsPerToken
 from graph_trainer.titan.training_state_memory import microbatches
-
-SIMULATED = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
-"""The schedules that a plan has: backward of a microbatch is one action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ class StagePlan:
     """Parameters, buffers, optimizer state and gradients, which are alive at all times."""
     microbatch_bytes: int
     """What is alive of a microbatch between its forward and its backward."""
+    split_bytes: int
+    """What the first part of a backward keeps for the second, in schedules that run them apart."""
     unsharded_bytes: int
     """Gathered parameters that all microbatches share, from UNSHARD to RESHARD."""
 
@@ -141,6 +143,11 @@ class PipelinePlan:
         return len(self.actions)
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule runs backwards in two parts."""
+        return splits_backward(self.actions)
+
+    @property
     def num_microbatches(self) -> int:
         """Of one run of the schedule."""
         training, parallelism = self.config.training, self.config.parallelism
@@ -194,7 +201,8 @@ class PipelinePlan:
 
         While a stage runs it counts with its peak, less what it has not in flight at that time, and
         the other stages of the rank with what they keep. A stage's forward counts as much as its
-        backward, so that this is a bound where a rank has several stages. What was sent counts to
+        backward, and a part of a backward as much as the whole, so that this is a bound where a
+        rank has several stages or runs backwards in two parts. What was sent counts to
         the end of the schedule, as torch's runtime waits for sends there.
         """
         stages = {stage.index: stage for stage in self.stages_of(rank)}
@@ -239,8 +247,9 @@ def _moments(
     """
     sent = 0
     in_flight: dict[int, int] = dict.fromkeys(stages, 0)
+    halfway: dict[int, int] = dict.fromkeys(stages, 0)  # between the two parts of a backward
     unsharded: set[int] = set()
-    for action in actions:
+    for action in leaves_of(actions):
         kind, running = action.computation_type, action.stage_index
         if kind is ActionKind.UNSHARD:
             unsharded.add(running)
@@ -248,17 +257,20 @@ def _moments(
             unsharded.discard(running)
         elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
             sent += sent_bytes
-        if kind not in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD):
+        if not action.is_compute_op:
             continue
         in_flight[running] += kind is ActionKind.FORWARD
+        halfway[running] += kind is ActionKind.BACKWARD_INPUT
         stage = stages[running]
         beside = sent + (in_flight[running] - stage.in_flight) * stage.microbatch_bytes
         for other in stages.values():
+            beside += halfway[other.index] * other.split_bytes
             if other is not stage:
                 beside += other.always_bytes + in_flight[other.index] * other.microbatch_bytes
                 beside += other.unsharded_bytes * (other.index in unsharded)
         yield running, beside
-        in_flight[running] -= kind is ActionKind.FULL_BACKWARD
+        in_flight[running] -= kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
+        halfway[running] -= kind is ActionKind.BACKWARD_WEIGHT
 
 
 @config_keys_in_errors()
@@ -279,20 +291,17 @@ def make_pipeline_plan(
         on_progress: called with a line before each part of the work.
 
     Raises:
-        ConfigError: a schedule that is not simulated.
         CaptureError: a stage cannot be captured.
         PassError, VerificationError: as `run_passes`.
     """
     parallelism, training = config.parallelism, config.training
-    _check_schedule(config)
     on_progress("building the model on meta")
     first = FakeStages(config, world_size, 0, hardware.device)
     ranks, num_stages = parallelism.pipeline_parallel_degree, first.num_stages
     modules = modules_of_stages(config, first)
     num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    schedule = parallelism.pipeline_parallel_schedule
-    actions = actions_of(schedule, num_stages, ranks, num_microbatches)
-    rank_of = {a.stage_index: rank for rank, order in actions.items() for a in order}
+    actions = actions_of(schedule_of(config), num_stages, ranks, num_microbatches)
+    rank_of = ranks_of_stages(actions)
     alike: dict[object, list[int]] = defaultdict(list)
     for index, names in enumerate(modules):
         place = rank_of[index] * (world_size // ranks) % hardware.devices_per_node
@@ -329,20 +338,6 @@ def make_pipeline_plan(
         repeats=microbatches(config, first.data_parallel_degree) // num_microbatches,
         limit_bytes=int(limit * GIB) if limit else None,
     )
-
-
-def _check_schedule(config: GraphTrainerConfig) -> None:
-    """Refuse schedules that run the backward of a microbatch in two actions, or are a file."""
-    parallelism = config.parallelism
-    key, value = "parallelism.pipeline_parallel_schedule", parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_schedule_csv:
-        key, value = f"{key}_csv", parallelism.pipeline_parallel_schedule_csv
-    if value not in SIMULATED:
-        names = ", ".join(f'"{name}"' for name in SIMULATED)
-        raise ConfigError(
-            f'{key} = "{value}": it trains, and there is no plan of it yet. Plan the stages with '
-            f"parallelism.pipeline_parallel_schedule = one of {names}"
-        )
 
 
 def timeline_of(
@@ -420,6 +415,8 @@ class _CapturedStage:
         other = passes.other_memory(joint)
         simulation = simulate(joint, hardware, other)
         state = given_bytes(joint, InputKind.PARAMETER, InputKind.BUFFER)
+        graphs = stage_graphs(joint)
+        split = split_backward(graphs.backward)
         return StagePlan(
             index=index,
             rank=0,
@@ -427,26 +424,30 @@ class _CapturedStage:
             in_flight=in_flight,
             simulation=simulation,
             need=simulation.need(),
-            seconds=_seconds(joint, hardware, other),
+            seconds=_seconds(graphs, split, hardware, other),
             outside_seconds=outside_seconds(simulation, other.optimizer_bytes),
             sent_bytes=given_bytes(joint, InputKind.OUTPUT_GRADIENT),
             always_bytes=state + other.optimizer_bytes + other.accumulated_bytes,
             microbatch_bytes=_microbatch_bytes(joint, simulation.memory),
+            split_bytes=split.kept_bytes(),
             unsharded_bytes=_unsharded_bytes(joint, simulation.memory),
         )
 
 
-def _seconds(joint: JointGraph, hardware: Hardware, other: OtherMemory) -> StageSeconds:
+def _seconds(
+    graphs: StageGraphs, split: SplitBackward, hardware: Hardware, other: OtherMemory
+) -> StageSeconds:
     """Simulate the programs of a stage one by one, as they run."""
-    graphs = stage_graphs(joint)
-    seconds_of = partial(simulate, hardware=hardware, other=other)
-    unshard = 0.0
-    if graphs.unshard_reads:
-        unshard = seconds_of(graphs.unshard).timeline.step_seconds
+
+    def seconds(graph: JointGraph) -> float:
+        return simulate(graph, hardware=hardware, other=other).timeline.step_seconds
+
     return StageSeconds(
-        forward=seconds_of(graphs.forward).timeline.step_seconds,
-        backward=seconds_of(graphs.backward).timeline.step_seconds,
-        unshard=unshard,
+        forward=seconds(graphs.forward),
+        backward=seconds(graphs.backward),
+        unshard=seconds(graphs.unshard) if graphs.unshard_reads else 0.0,
+        backward_input=seconds(split.of_input),
+        backward_weight=seconds(split.of_weights),
     )
 
 

@@ -20,6 +20,7 @@ from graph_trainer.planner.plan import versions
 from graph_trainer.planner.plan_report import EAGER, notes_on, settings_text
 from graph_trainer.planner.plan_tables import fit_and_speed, make_table
 from graph_trainer.planner.terminal import PlainTable
+from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.write_toml import config_to_toml
 
 SCHEMA = "graph_trainer.pipeline_plan/1"
@@ -41,7 +42,8 @@ def pipeline_report(plan: PipelinePlan) -> dict[str, Any]:
         "hardware": dataclasses.asdict(plan.hardware),
         "world_size": plan.world_size,
         "parameters": plan.num_parameters,
-        "schedule": plan.config.parallelism.pipeline_parallel_schedule,
+        "schedule": schedule_of(plan.config),
+        "splits_backward": plan.splits_backward,
         "schedule_microbatches": plan.num_microbatches,
         "schedules": plan.repeats,
         "microbatches": plan.num_microbatches * plan.repeats,
@@ -117,6 +119,8 @@ def _stage(stage: StagePlan) -> dict[str, Any]:
         "microbatch_bytes": stage.microbatch_bytes,
         "forward_seconds": stage.seconds.forward,
         "backward_seconds": stage.seconds.backward,
+        "backward_input_seconds": stage.seconds.backward_input,
+        "backward_weight_seconds": stage.seconds.backward_weight,
         "unshard_seconds": stage.seconds.unshard,
         "sent_bytes": stage.sent_bytes,
     }
@@ -175,6 +179,11 @@ def pipeline_tables(report: dict[str, Any]) -> list[PlainTable]:
         ("forward", "seconds", _of(stages, "forward_seconds")),
         ("backward", "seconds", _of(stages, "backward_seconds")),
     ]
+    if report["splits_backward"]:
+        parts = [("of input", "backward_input_seconds"), ("of weights", "backward_weight_seconds")]
+        of_programs[1:] = [
+            (f"backward\n{part}", "seconds", _of(stages, key)) for part, key in parts
+        ]
     seconds = report["schedule_seconds"]
     of_ranks = [
         ("needs", "bytes", _of(ranks, "needed_bytes")),

@@ -12,6 +12,8 @@ from graph_trainer.planner.pipeline_plan import PipelinePlan
 NAMES = {
     ActionKind.FORWARD: "forward",
     ActionKind.FULL_BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
     ActionKind.UNSHARD: "unshard",
 }
 """The names of the programs of a stage."""

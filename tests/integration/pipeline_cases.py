@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.pipeline import stage as stage_module
+from graph_trainer.core.pipeline.schedule import IN_A_V
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import predicted_memory
@@ -44,8 +45,6 @@ from tests.integration.recorded import EAGER, Recorded, differing, gradient_erro
 _EXPORT = "model-00001-of-00001.safetensors"
 MICROBATCHES = 6
 WIDTH = 6
-IN_A_V = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules whose first and last stage are on one rank, of two."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ PIPELINES = {
         4, pipeline_of(2, "Interleaved1F1B") | shard(1) | context(2) | rows(4) | FP32
     ),
     "pp2_fsdp2_tp2": Pipeline(8, pipeline_of(2, "1F1B") | shard(2) | tensor(2) | rows(3) | FP32),
-    "pp4_gpipe": Pipeline(4, pipeline_of(4, "GPipe") | shard(1) | rows(5) | BF16),
+    "pp4_fsdp2_gpipe": Pipeline(8, pipeline_of(4, "GPipe") | shard(2) | rows(5) | BF16),
     "pp2_hsdp2x2_ep2": Pipeline(
         8,
         DEEPSEEK_V3.flags

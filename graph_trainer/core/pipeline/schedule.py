@@ -33,6 +33,8 @@ SCHEDULES = (
     "DualPipeV",
 )
 """The schedules of torch that graphs run."""
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+"""Those that place stages from the first rank to the last and back again, two on each rank."""
 
 
 class PipelineStep:

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graph_trainer.core.torch_private_pipelining import Action, ActionKind, microbatch_of
+from graph_trainer.core.torch_private_pipelining import (
+    Action,
+    ActionKind,
+    leaves_of,
+    microbatch_of,
+    ranks_of_stages,
+    splits_backward,
+)
 from graph_trainer.errors import VerificationError
 
 
@@ -17,9 +24,13 @@ class StageSeconds(NamedTuple):
     forward: float
     """Of one microbatch."""
     backward: float
-    """Of one microbatch."""
+    """Of one microbatch, in a schedule that runs no backward in two actions."""
     unshard: float = 0.0
     """The gathers that all microbatches share."""
+    backward_input: float = 0.0
+    """The gradient of what the stage received, of one microbatch."""
+    backward_weight: float = 0.0
+    """The gradients of its parameters, after that."""
 
 
 class Span(NamedTuple):
@@ -29,7 +40,7 @@ class Span(NamedTuple):
     """Of the pipeline."""
     stage: int
     kind: ActionKind
-    """FORWARD, FULL_BACKWARD or UNSHARD."""
+    """FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT or UNSHARD."""
     microbatch: int | None
     """None of UNSHARD."""
     start: float
@@ -95,9 +106,17 @@ _IS_FORWARD = {
     ActionKind.SEND_F: True,
     ActionKind.RECV_F: True,
     ActionKind.FULL_BACKWARD: False,
+    ActionKind.BACKWARD_INPUT: False,
     ActionKind.SEND_B: False,
     ActionKind.RECV_B: False,
 }
+
+_COMPUTE = (
+    ActionKind.FORWARD,
+    ActionKind.FULL_BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
 
 _Tensor = tuple[int, bool, int]
 """The stage that computes a tensor, whether in forward, and the microbatch."""
@@ -113,7 +132,8 @@ def simulate_schedule(
     A rank runs its actions in order, as torch's runtime does. A program starts when the rank is
     free and the tensor that it takes has been received. Sends and receives occupy no rank: a
     transfer starts when both of its ranks have reached it, and when the one before it between these
-    ranks in this direction is complete. Other actions take no time.
+    ranks in this direction is complete. A forward that a schedule overlaps with a backward runs
+    before it, as `PipelineStep` runs them. Other actions take no time.
 
     Args:
         actions: by rank, with sends and receives: of `actions_of`.
@@ -123,8 +143,9 @@ def simulate_schedule(
     Raises:
         VerificationError: ranks would wait for each other without end.
     """
-    rank_of = {a.stage_index: r for r, order in actions.items() for a in order if _computes(a)}
-    simulation = _Simulation(rank_of, seconds, send_seconds)
+    simulation = _Simulation(
+        ranks_of_stages(actions), seconds, send_seconds, splits_backward(actions)
+    )
     left: dict[int, Iterator[None]] = {r: simulation.run(r, order) for r, order in actions.items()}
     while left:
         moved = simulation.done
@@ -141,10 +162,6 @@ def simulate_schedule(
 _ENDED = object()
 
 
-def _computes(action: Action) -> bool:
-    return action.computation_type in (ActionKind.FORWARD, ActionKind.FULL_BACKWARD)
-
-
 class _Simulation:
     """What the ranks have done so far."""
 
@@ -153,8 +170,10 @@ class _Simulation:
         rank_of: dict[int, int],
         seconds: Mapping[int, StageSeconds],
         send_seconds: Callable[[int, int], float],
+        splits: bool,
     ) -> None:
         self._rank_of = rank_of
+        self._splits = splits
         self._seconds = seconds
         self._send_seconds = send_seconds
         self.spans: dict[int, list[Span]] = {}
@@ -169,37 +188,54 @@ class _Simulation:
         """Run the actions of a rank; yield whenever one has to wait for another rank."""
         spans = self.spans[rank] = []
         now = 0.0
-        for action in order:
+        for action in leaves_of(order):
             kind, stage = action.computation_type, action.stage_index
             if kind in (ActionKind.SEND_F, ActionKind.SEND_B):
                 self._post((stage, _IS_FORWARD[kind], microbatch_of(action)), "send", now)
             elif kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-                self._post(self._source(action), "receive", now)
+                source = self._source(action)
+                assert source is not None
+                self._post(source, "receive", now)
             elif kind is ActionKind.UNSHARD:
                 duration = self._seconds[stage].unshard
                 if duration:
                     spans.append(Span(rank, stage, kind, None, now, duration, 0.0))
                 now += duration
-            elif _computes(action):
+            elif kind in _COMPUTE:
                 sent = received = now
                 source = self._source(action)
-                if self._rank_of.get(source[0], rank) != rank:
+                if source is not None and self._rank_of.get(source[0], rank) != rank:
                     while source not in self._arrived:
                         yield
                     sent, received = self._arrived[source]
                 start = max(now, received)
                 exposed = max(0.0, start - max(now, sent))
-                forward = kind is ActionKind.FORWARD
-                of_stage = self._seconds[stage]
-                duration = of_stage.forward if forward else of_stage.backward
-                microbatch = microbatch_of(action)
+                duration, microbatch = self._duration(stage, kind), microbatch_of(action)
                 spans.append(Span(rank, stage, kind, microbatch, start, duration, exposed))
                 now = start + duration
             self.done += 1
 
-    def _source(self, action: Action) -> _Tensor:
-        """Return the tensor that an action takes, of a stage that may not exist."""
-        forward = _IS_FORWARD[action.computation_type]
+    def _duration(self, stage: int, kind: ActionKind) -> float:
+        of_stage = self._seconds[stage]
+        if kind is ActionKind.FORWARD:
+            return of_stage.forward
+        if kind is ActionKind.BACKWARD_INPUT:
+            return of_stage.backward_input
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            return of_stage.backward_weight
+        # a stage whose backward is split runs both parts
+        return (
+            of_stage.backward_input + of_stage.backward_weight
+            if self._splits
+            else of_stage.backward
+        )
+
+    def _source(self, action: Action) -> _Tensor | None:
+        """Return the tensor that an action takes, of a stage that may not exist; None for one that
+        takes nothing of another stage."""
+        forward = _IS_FORWARD.get(action.computation_type)
+        if forward is None:
+            return None
         stage = action.stage_index - 1 if forward else action.stage_index + 1
         return stage, forward, microbatch_of(action)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import (
     copy_annotations,
     input_name,
@@ -50,6 +51,12 @@ class SplitBackward:
     gradients of the parameters."""
     reads: tuple[int, ...]
     """The indices of backward's inputs that `of_weights` takes."""
+
+    def kept_bytes(self) -> int:
+        """Return the bytes that `of_input` keeps for `of_weights`; a storage counts once."""
+        outputs = with_parts(self.of_input.signature.outputs, self.of_input.output_values())
+        kept = [n for spec, nodes in outputs if spec.kind is OutputKind.SAVED for n in nodes]
+        return bytes_kept(self.of_input.graph, kept)
 
 
 def split_backward(backward: JointGraph) -> SplitBackward:

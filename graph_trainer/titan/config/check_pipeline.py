@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from graph_trainer.core.pipeline.schedule import SCHEDULES
+from graph_trainer.core.pipeline.schedule import IN_A_V, SCHEDULES
 from graph_trainer.core.torch_private_pipelining import check_file, is_file
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.config.remedies import show
@@ -144,7 +144,7 @@ def _file_problems(config: GraphTrainerConfig, num_stages: int) -> Iterator[Prob
 
 def _in_a_v(config: GraphTrainerConfig) -> bool:
     """Return whether stages go from the first rank to the last and back again."""
-    return config.parallelism.pipeline_parallel_schedule in ("ZBVZeroBubble", "DualPipeV")
+    return config.parallelism.pipeline_parallel_schedule in IN_A_V
 
 
 def _num_stages(config: GraphTrainerConfig, num_layers: int) -> int:

@@ -36,6 +36,28 @@ def test_the_bubble_is_that_of_the_formula_and_shrinks(schedule: str) -> None:
         assert bubbles == sorted(bubbles, reverse=True)
 
 
+def test_backwards_in_two_parts_make_the_bubble_smaller() -> None:
+    """With the same work; the paper of ZBV (arxiv.org/abs/2401.10241) has it as long as the ramp up
+    and down where forward and both parts take as long."""
+    ranks, microbatches = 4, 16
+    seconds = StageSeconds(1.0, 2.0, backward_input=1.0, backward_weight=1.0)
+    timelines = {
+        schedule: simulate_schedule(
+            actions_of(schedule, 2 * ranks, ranks, microbatches),
+            dict.fromkeys(range(2 * ranks), seconds),
+        )
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    }
+    for timeline in timelines.values():
+        for rank in range(ranks):
+            assert timeline.busy_seconds(rank) == 2 * microbatches * 3.0
+    whole = timelines.pop("Interleaved1F1B")
+    assert all(timeline.seconds < whole.seconds for timeline in timelines.values())
+    # the last rank begins after as many forwards as there are ranks before it
+    zbv = timelines["ZBVZeroBubble"]
+    assert zbv.seconds == 2 * microbatches * 3.0 + ranks - 1
+
+
 def test_a_step_is_as_long_as_its_busiest_rank_and_a_bubble_at_least() -> None:
     seconds = {
         0: StageSeconds(1.0, 2.0, unshard=0.5),
