@@ -193,7 +193,8 @@ def dry_run(argv: Sequence[str]) -> int:
 
     Raises:
         GraphTrainerError: as `launcher.prepare`; or a step that cannot be captured, or that the
-            ranks would refuse: with --plan as `PlanCheck.check_run`.
+            ranks would refuse: with --plan as `PlanCheck.check_run`. Of a pipeline the plan says
+            whether each rank fits, and nothing is refused for want of memory.
     """
     launch = prepare(argv, starts_ranks=False)
     if launch.check is not None:

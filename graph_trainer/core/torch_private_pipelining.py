@@ -8,6 +8,7 @@ base class of stages, none of which has a public name.
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +33,14 @@ def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> Sched
     """Make the runtime of a schedule, with its sends and receives.
 
     Args:
-        schedule: a name of torch's, or the path of a CSV file: see `is_file`.
+        schedule: a name of torch's, or the path of a CSV file: see `is_csv`.
         stages: those of this rank.
 
     Raises:
         ValueError: torch has no such schedule, or it cannot run so many stages or microbatches.
         OSError: the file cannot be read.
     """
-    if is_file(schedule):
+    if is_csv(schedule):
         runtime = _new_runtime(ScheduleRuntime, stages, num_microbatches)
         runtime._load_csv(schedule)
         return runtime
@@ -56,13 +57,14 @@ def runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> Sched
     return runtime
 
 
-def is_file(schedule: str) -> bool:
+def is_csv(schedule: str) -> bool:
     """Return whether a schedule is a CSV file: a line a rank, an action such as 0F1 a field."""
     return schedule.endswith(".csv")
 
 
-def check_file(path: str, degree: int, stages: int, microbatches: int, *, in_a_v: bool) -> None:
-    """Check that a file has a schedule, as `runtime_of` reads it.
+def check_csv(path: str, degree: int, stages: int, microbatches: int, *, in_a_v: bool) -> None:
+    """Check that a file has a schedule, as `runtime_of` reads it: forward of every microbatch on
+    every stage once, and its backward once, whole or in two parts, in an order that can run.
 
     Args:
         degree: how many ranks a pipeline has.
@@ -73,30 +75,57 @@ def check_file(path: str, degree: int, stages: int, microbatches: int, *, in_a_v
         ValueError: it has no such schedule.
         OSError: it cannot be read.
     """
+    actions: dict[int, list[Any]] = {}  # lists of Action | None take no list of Action
     with open(path, newline="") as file:
-        rows = [[field.strip() for field in row] for row in csv.reader(file) if row]
-    actions = {rank: [Action.from_str(field) for field in row] for rank, row in enumerate(rows)}
-    for row, actions_of_rank in zip(rows, actions.values(), strict=True):
-        for field, action in zip(row, actions_of_rank, strict=True):
-            if action is not None and not action.is_compute_op:
-                raise ValueError(f"{field} computes nothing: sends and gathers are added")
-            for part in (action and action.sub_actions) or (action,):
-                if part is not None and not 0 <= part.stage_index < stages:
-                    raise ValueError(f"{field} is of none of the {stages} stages")
+        for rank, row in enumerate(csv.reader(file)):
+            found = (_action_of(field.strip()) for field in row)
+            actions[rank] = [action for action in found if action is not None]
+    computed: dict[tuple[int, ActionKind], list[int]] = defaultdict(list)
+    for order in actions.values():
+        for action in order:
+            if not 0 <= action.stage_index < stages:
+                raise ValueError(f"{action} is of none of the {stages} stages")
+            computed[action.stage_index, action.computation_type].append(microbatch_of(action))
+    every = list(range(microbatches))
+    for stage in range(stages):
+        forward, whole, of_input, of_weight = (computed[stage, kind] for kind in _IN_A_FILE)
+        backward = sorted(whole + of_input)
+        if sorted(forward) != every or backward != every or sorted(of_input) != sorted(of_weight):
+            raise ValueError(
+                f"stage {stage} does not run F once for each microbatch from 0 to "
+                f"{microbatches - 1}, and for each either B or I and W"
+            )
     try:
         rank_of_stage = _validate_schedule(actions, degree, stages, microbatches)
         # also that every action can run at some time
-        add_send_recv(
-            {rank: [one for one in order if one is not None] for rank, order in actions.items()},
-            stage_to_rank=rank_of_stage.__getitem__,
-            num_stages=stages,
-        )
+        add_send_recv(actions, stage_to_rank=rank_of_stage.__getitem__, num_stages=stages)
     except AssertionError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(" ".join(str(error).split("\n\n")[0].split())) from None
     placed = generate_stage_to_rank_mapping(degree, stages, style="v" if in_a_v else "loop")
     for stage, rank in rank_of_stage.items():
         if placed[stage] != rank:
             raise ValueError(f"stage {stage} is on line {rank + 1} and not {placed[stage] + 1}")
+
+
+_IN_A_FILE = (
+    ActionKind.FORWARD,
+    ActionKind.FULL_BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
+
+
+def _action_of(field: str) -> Action | None:
+    """Return the action of a field; None for an empty one, in which a rank is idle."""
+    try:
+        action = Action.from_str(field)
+    except RuntimeError:
+        action = None
+    if field and (action is None or str(action) != field):  # from_str ignores what follows
+        raise ValueError(f"{field!r} is no action")
+    if action is not None and action.computation_type not in _IN_A_FILE:
+        raise ValueError(f"{field!r} is none of F, B, I and W")
+    return action
 
 
 def forward_runtime_of(schedule: str, stages: list[Any], num_microbatches: int) -> ScheduleRuntime:
@@ -199,12 +228,12 @@ def _one_stage(stage: int, ahead: int, num_microbatches: int) -> list[Action | N
     """List the actions of a rank with one stage: forward runs so many microbatches ahead of the
     forward that is followed by the first backward."""
     ahead = min(ahead, num_microbatches)
-    actions = [Action(stage, ActionKind.FORWARD, m) for m in range(ahead)]
+    actions: list[Action | None] = [Action(stage, ActionKind.FORWARD, m) for m in range(ahead)]
     for microbatch in range(num_microbatches):
         if ahead + microbatch < num_microbatches:
             actions.append(Action(stage, ActionKind.FORWARD, ahead + microbatch))
         actions.append(Action(stage, ActionKind.FULL_BACKWARD, microbatch))
-    return [*actions]
+    return actions
 
 
 def run_schedule(runtime: ScheduleRuntime, args: list[Any], kwargs: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graph_trainer.core.pipeline.schedule import IN_A_V, SCHEDULES
+from graph_trainer.core.pipeline.schedule import IN_A_V, ONE_STAGE, SCHEDULES
 from graph_trainer.core.pipeline.simulate_schedule import StageSeconds
 from graph_trainer.core.torch_private_pipelining import (
     actions_of,
@@ -31,8 +31,6 @@ from graph_trainer.titan.training_state_memory import microbatches
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _BATCH = "training.local_batch_size"
 _LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
-_SINGLES = ("1F1B", "GPipe")
-"""The schedules with one stage a rank."""
 _LARGE_BUBBLE = 0.05
 """The part of a schedule from which on more stages a rank are worth a plan."""
 _LEAST = 0.01
@@ -67,7 +65,9 @@ def advise_pipeline(plan: PipelinePlan, load: LoadConfig, on_progress: OnProgres
                 changed = rescheduled(plan, config)
             else:
                 on_progress(", ".join(f"{key} = {value}" for key, value in change.items()))
-                changed = make_pipeline_plan(config, plan.world_size, plan.hardware)
+                changed = make_pipeline_plan(
+                    config, plan.world_size, plan.hardware, on_progress=on_progress
+                )
         except ConfigError:  # the schedule cannot run it
             continue
         except GraphTrainerError as error:
@@ -90,11 +90,8 @@ def _outcome(change: Change, plan: PipelinePlan) -> Outcome:
         config=change,
         fits=plan.fits,
         needed_bytes=plan.need.total,
-        peak_bytes=plan.need.alive,
         step_seconds=plan.step_seconds,
         tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
-        mfu=plan.mfu,
-        mfu_causal=plan.mfu_causal,
     )
 
 
@@ -127,7 +124,7 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
 def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     """Yield schedules and numbers of microbatches that keep the stages of each rank."""
     parallelism, batch = plan.config.parallelism, plan.config.training.local_batch_size
-    is_single = parallelism.pipeline_parallel_schedule in _SINGLES
+    is_single = parallelism.pipeline_parallel_schedule in ONE_STAGE
     if plan.config.compile.memory_limit_gib:  # passes look at the microbatches in flight
         return
     # a stage on other ranks is the same where these stand alike on their nodes
@@ -136,18 +133,19 @@ def _same_stages(plan: PipelinePlan) -> Iterator[Change]:
     for schedule in () if parallelism.pipeline_parallel_schedule_csv else SCHEDULES:
         if (schedule in IN_A_V) is not is_v and not fills_nodes:
             continue
-        same_kind = (schedule in _SINGLES) is is_single
+        same_kind = (schedule in ONE_STAGE) is is_single
         if same_kind and schedule != parallelism.pipeline_parallel_schedule:
             yield {SCHEDULE: schedule}
-    if plan.fits:
+    # the same global batch, in half as many runs of the schedule
+    if plan.fits and plan.repeats % 2 == 0 and plan.num_microbatches > 1:
         yield {_BATCH: str(2 * batch)}
-    elif plan.num_microbatches >= 4 and plan.num_microbatches % 2 == 0:
+    elif not plan.fits and plan.num_microbatches >= 4 and plan.num_microbatches % 2 == 0:
         yield {_BATCH: str(batch // 2)}
 
 
 def _more_stages(plan: PipelinePlan) -> Iterator[Change]:
     """Yield the schedule with two stages a rank, whose bubble is smaller."""
-    is_single = plan.config.parallelism.pipeline_parallel_schedule in _SINGLES
+    is_single = plan.config.parallelism.pipeline_parallel_schedule in ONE_STAGE
     by_count = plan.config.parallelism.pipeline_parallel_layers_per_stage is None
     if plan.fits and is_single and by_count and plan.timeline.bubble > _LARGE_BUBBLE:
         yield {SCHEDULE: "Interleaved1F1B"}
@@ -198,8 +196,8 @@ def _layers(stage: StagePlan) -> int:
 
 
 def _seconds_of_a_layer(plan: PipelinePlan) -> StageSeconds | None:
-    """Return the mean over the stages between the first and the last; None where there are no
-    layers in such a stage, or they differ."""
+    """Return the time of a layer of the second stage; None where no stage between the first and the
+    last has layers, or these differ."""
     inner = [stage for stage in plan.stages[1:-1] if _layers(stage)]
     means = [_scaled(stage.seconds, 1 / _layers(stage)) for stage in inner]
     if not means or any(not math.isclose(m.forward, means[0].forward, rel_tol=0.1) for m in means):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from graph_trainer.core.analysis.memory import Category, Memory, given_bytes
-from graph_trainer.core.capture.forward_alone import output_tensors
 from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
@@ -47,7 +46,12 @@ from graph_trainer.planner.fake_stages import FakeStages, modules_of_stages
 from graph_trainer.planner.plan import Outcome, model_name, outside_seconds
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
-from graph_trainer.titan.captured_stages import PassedOn, with_in_flight
+from graph_trainer.titan.captured_stages import (
+    PassedOn,
+    check_passed_on,
+    passed_on_by,
+    with_in_flight,
+)
 from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -81,7 +85,7 @@ class StagePlan:
     microbatch_bytes: int
     """What is alive of a microbatch between its forward and its backward."""
     split_bytes: int
-    """What the first part of a backward keeps for the second, in schedules that run them apart."""
+    """What lives between the two parts of a backward, in schedules that run them apart."""
     unsharded_bytes: int
     """Gathered parameters that all microbatches share, from UNSHARD to RESHARD."""
 
@@ -202,13 +206,15 @@ class PipelinePlan:
         While a stage runs it counts with its peak, less what it has not in flight at that time, and
         the other stages of the rank with what they keep. A stage's forward counts as much as its
         backward, and a part of a backward as much as the whole, so that this is a bound where a
-        rank has several stages or runs backwards in two parts. What was sent counts to
+        rank has several stages or runs backwards in two parts. What is received counts from the
+        action that starts to receive it until it has been read, and what was sent counts to
         the end of the schedule, as torch's runtime waits for sends there.
         """
         stages = {stage.index: stage for stage in self.stages_of(rank)}
         most = Need(0, 0, 0)
         sent = self.stages[0].sent_bytes
-        for running, other_bytes in _moments(self.actions[rank], stages, sent):
+        moments = _moments(self.actions[rank], stages, len(self.stages), sent)
+        for running, other_bytes in moments:
             need = stages[running].need
             alive, allocated, total = (num + other_bytes for num in need)
             most = max(most, Need(alive, allocated, total), key=lambda need: need.total)
@@ -237,15 +243,17 @@ class PipelinePlan:
 
 
 def _moments(
-    actions: list[Action], stages: Mapping[int, StagePlan], sent_bytes: int
+    actions: list[Action], stages: Mapping[int, StagePlan], num_stages: int, tensor_bytes: int
 ) -> Iterator[tuple[int, int]]:
     """Yield for each program that a rank runs its stage, and the bytes that the rank needs at this
     time beside the need of that stage; negative where fewer microbatches are in flight.
 
     Args:
-        sent_bytes: of each send.
+        stages: those of the rank.
+        num_stages: of all ranks.
+        tensor_bytes: of what a stage passes on, and of its gradient.
     """
-    sent = 0
+    tensors = 0  # sent, or received and not read yet
     in_flight: dict[int, int] = dict.fromkeys(stages, 0)
     halfway: dict[int, int] = dict.fromkeys(stages, 0)  # between the two parts of a backward
     unsharded: set[int] = set()
@@ -255,14 +263,18 @@ def _moments(
             unsharded.add(running)
         elif kind is ActionKind.RESHARD:
             unsharded.discard(running)
-        elif kind in (ActionKind.SEND_F, ActionKind.SEND_B):
-            sent += sent_bytes
+        tensors += kind in _OF_TENSORS
         if not action.is_compute_op:
             continue
-        in_flight[running] += kind is ActionKind.FORWARD
+        is_forward = kind is ActionKind.FORWARD
+        is_second_part = kind is ActionKind.BACKWARD_WEIGHT
+        in_flight[running] += is_forward
         halfway[running] += kind is ActionKind.BACKWARD_INPUT
+        # a microbatch in flight counts what its forward has received
+        tensors -= is_forward and running > 0
         stage = stages[running]
-        beside = sent + (in_flight[running] - stage.in_flight) * stage.microbatch_bytes
+        beside = tensors * tensor_bytes
+        beside += (in_flight[running] - stage.in_flight) * stage.microbatch_bytes
         for other in stages.values():
             beside += halfway[other.index] * other.split_bytes
             if other is not stage:
@@ -270,7 +282,14 @@ def _moments(
                 beside += other.unsharded_bytes * (other.index in unsharded)
         yield running, beside
         in_flight[running] -= kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
-        halfway[running] -= kind is ActionKind.BACKWARD_WEIGHT
+        halfway[running] -= is_second_part
+        if not is_second_part:
+            tensors -= not is_forward and running < num_stages - 1
+            # what the next stage or the one before reads on the same rank is not sent
+            tensors += (running + 1 if is_forward else running - 1) in stages
+
+
+_OF_TENSORS = (ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 @config_keys_in_errors()
@@ -306,7 +325,8 @@ def make_pipeline_plan(
     for index, names in enumerate(modules):
         place = rank_of[index] * (world_size // ranks) % hardware.devices_per_node
         alike[*_what_is_captured(config, names), place].append(index)
-    run, received = first, None
+    run = first
+    received: PassedOn | None = None
     stages: list[StagePlan] = []
     for indices in alike.values():
         index = indices[0]
@@ -316,7 +336,9 @@ def make_pipeline_plan(
         on_progress(f"capturing stage {index} of {num_stages}{_for_others(indices)}")
         joint = run.capture(index, received)
         if received is None:
-            received = PassedOn.of(output_tensors(joint)[0])
+            received = passed_on_by(joint)
+        if index < num_stages - 1:
+            check_passed_on(index, joint, received)
         captured = _CapturedStage(run, joint, hardware, on_progress)
         for index in indices:
             in_flight = most_in_flight(actions[rank_of[index]], index)

@@ -26,11 +26,11 @@ from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.core.torch_private_pipelining import (
     StageBase,
+    actions_of,
     most_in_flight,
-    runtime_of,
     splits_backward,
 )
-from graph_trainer.errors import CaptureError
+from graph_trainer.errors import CaptureError, VerificationError
 from graph_trainer.titan.step_inputs import loss_of_batch
 
 Microbatch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -134,14 +134,19 @@ class Pipeline:
         of_all_ranks = Agreement()
         with of_all_ranks.errors_sent("capture its stages"):
             received = self._passed_on(of_all_ranks, microbatch)
-            runtime = runtime_of(self.schedule, list(self.stages), self.num_microbatches)
-            actions = runtime.pipeline_order_with_comms
+            pp = self.dims.get_mesh("pp")
+            num_stages = self.stages[0].num_stages
+            actions = actions_of(self.schedule, num_stages, pp.size(), self.num_microbatches)
+            if not of_all_ranks.same(actions):
+                raise VerificationError(
+                    f"ranks have different schedules: give all of them the same {self.schedule}"
+                )
             splits = self.backward and splits_backward(actions)
             captured = []
             for stage in self.stages:
                 in_flight = 1
                 if self.backward:
-                    in_flight = most_in_flight(actions[runtime.rank], stage.stage_index)
+                    in_flight = most_in_flight(actions[pp.get_local_rank()], stage.stage_index)
                 passes = with_in_flight(self.passes, in_flight)
                 captured.append(
                     self._captured(stage, passes, splits, received, microbatch, global_valid_tokens)
@@ -159,14 +164,7 @@ class Pipeline:
             inputs, _, extra = microbatch
             # quickly, as the ranks of other stages wait for it: without backward
             forward = capture_stage(first.submod, (inputs,), extra, backward=False)
-            outputs = output_tensors(forward)
-            if len(outputs) != 1:
-                raise CaptureError(
-                    f"{type(first.submod).__name__} passes on {len(outputs)} tensors from its "
-                    "first stage to the second, and a pipeline passes on one: set "
-                    "parallelism.pipeline_parallel_degree = 1"
-                )
-            passed_on = PassedOn.of(outputs[0])
+            passed_on = passed_on_by(forward)
         messages = of_all_ranks.gather((passed_on,))
         # by the ranks of the world, of which all are members
         first_rank = dist.get_process_group_ranks(self.dims.get_mesh("pp").get_group())[0]
@@ -200,7 +198,8 @@ class Pipeline:
                 full_capture=self.full_capture,
             )
             captured = time.perf_counter()
-            self._check_passed_on(stage, joint, received)
+            if not stage.is_last:
+                check_passed_on(stage.stage_index, joint, received)
             self.on_event(f"Running the passes of {name}")
             report = run_passes(joint, passes, agreement=agreement)
             report.rows[0] = replace(report.rows[0], seconds=captured - start)
@@ -222,16 +221,35 @@ class Pipeline:
         self.on_report(joint, report)
         return runnable
 
-    def _check_passed_on(self, stage: StageBase, joint: JointGraph, received: PassedOn) -> None:
-        if stage.is_last:
-            return
-        passed_on = [PassedOn.of(tensor) for tensor in output_tensors(joint)]
-        if passed_on != [received]:
-            raise CaptureError(
-                f"stage {stage.stage_index} passes on {passed_on}, and the first one {received}: "
-                "all stages must pass on the same. Split the model where its tensors are alike "
-                "(parallelism.module_fqns_per_model_part)"
-            )
+
+def passed_on_by(joint: JointGraph) -> PassedOn:
+    """Return what a stage passes on.
+
+    Raises:
+        CaptureError: it passes on several tensors, or none.
+    """
+    outputs = output_tensors(joint)
+    if len(outputs) != 1:
+        raise CaptureError(
+            f"a stage passes on {len(outputs)} tensors to the next, and a pipeline passes on one: "
+            "set parallelism.pipeline_parallel_degree = 1"
+        )
+    return PassedOn.of(outputs[0])
+
+
+def check_passed_on(index: int, joint: JointGraph, first: PassedOn) -> None:
+    """Check that a stage passes on what the first one does.
+
+    Raises:
+        CaptureError: it passes on something else.
+    """
+    passed_on = passed_on_by(joint)
+    if passed_on != first:
+        raise CaptureError(
+            f"stage {index} passes on {passed_on}, and the first one {first}: all stages must pass "
+            "on the same. Split the model where its tensors are alike "
+            "(parallelism.module_fqns_per_model_part)"
+        )
 
 
 def with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:

@@ -24,6 +24,7 @@ from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.pipeline import stage as stage_module
 from graph_trainer.core.pipeline.schedule import IN_A_V
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
+from graph_trainer.core.torch_private_pipelining import actions_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.titan import captured_stages
@@ -159,6 +160,7 @@ def schedules(folder: Path, _: str) -> dict[str, Any]:
         "InterleavedZeroBubble": pipeline(mesh, "InterleavedZeroBubble", (1, 2, 1, 1), "always"),
         "ZBVZeroBubble": pipeline(mesh, "ZBVZeroBubble", (2, 1, 1, 1), "never"),
         "DualPipeV": pipeline(mesh, "DualPipeV", (1, 1, 1, 2), "always"),
+        "compiled": pipeline(mesh, "ZBVZeroBubble", (1, 1, 1, 1), "always", "inductor"),
         "file": pipeline(mesh, _schedule_file(folder), (1, 2), "always"),
     }
 
@@ -175,7 +177,11 @@ def _schedule_file(folder: Path) -> str:
 
 
 def pipeline(
-    mesh: DeviceMesh, schedule: str, blocks: tuple[int, ...], policy: str
+    mesh: DeviceMesh,
+    schedule: str,
+    blocks: tuple[int, ...],
+    policy: str,
+    backend: str = "eager",
 ) -> dict[str, Any]:
     """Train one step by a schedule and on one stage, and return what differs.
 
@@ -204,7 +210,7 @@ def pipeline(
         joint = gt.capture_stage(part, (batches[0][0],), kwargs, loss_fn=loss_fn)
         gt.run_passes(joint, config, agreement=Agreement(data.get_group()))
         stage = gt.GraphStage(
-            *(joint, part),
+            *(joint, part, backend),
             index=index,
             num_stages=len(blocks),
             group=group,
@@ -373,17 +379,21 @@ def one_rank_fails(folder: Path, what: str) -> str:
     """Return what each rank is told where one rank of the second stage fails.
 
     Args:
-        what: "capture" or "compile", in which it does.
+        what: "capture" or "compile", in which it does; or "schedule", of which it has another.
     """
     recorded = Recorded(PIPELINES["pp2_fsdp2"].flags, folder)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise gt.CaptureError("not on this rank")
 
-    place = (captured_stages, "capture_stage")
-    if what == "compile":
-        place = (stage_module, "find_backend")
-    failing = patch.object(*place, fail)
+    def other_actions(schedule: str, *args: Any) -> Any:
+        return actions_of("GPipe", *args)
+
+    failing = {
+        "capture": patch.object(captured_stages, "capture_stage", fail),
+        "compile": patch.object(stage_module, "find_backend", fail),
+        "schedule": patch.object(captured_stages, "actions_of", other_actions),
+    }[what]
     with failing if dist.get_rank() == 3 else contextlib.nullcontext():
         try:
             recorded.step()

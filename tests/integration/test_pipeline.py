@@ -17,7 +17,10 @@ from tests.layers import with_few_layers
 
 SCHEDULES = Job(4, "pipeline_cases:schedules:")
 CHECKPOINTS = Job(4, "pipeline_cases:checkpoints:")
-FAILS = {w: Job(4, f"pipeline_cases:one_rank_fails:{w}") for w in ("capture", "compile")}
+FAILS = {
+    what: Job(4, f"pipeline_cases:one_rank_fails:{what}")
+    for what in ("capture", "compile", "schedule")
+}
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
@@ -114,8 +117,17 @@ def test_parameters_that_are_kept_are_gathered_once_a_step(launches: Launches) -
 @pytest.mark.parametrize("what", FAILS)
 def test_a_stage_that_fails_on_one_rank_is_an_error_on_all(launches: Launches, what: str) -> None:
     errors = launches(FAILS[what])
+    if what == "schedule":
+        assert len(errors) == 4 and all("different schedules" in error for error in errors)
+        return
     assert len(errors) == 4 and all("not on this rank" in error for error in errors)
     assert all("rank 3 could not" in error for error in errors[:3])
+
+
+def test_compiled_stages_train_alike(launches: Launches) -> None:
+    """Fused kernels round once where eager rounds at every operator."""
+    for rank in launches(SCHEDULES):
+        assert rank["compiled"]["error"] < TOLERANCE["float32"]
 
 
 def test_another_order_of_microbatches_adds_up_to_the_same(launches: Launches) -> None:

@@ -14,7 +14,7 @@ from graph_trainer.core.torch_private_pipelining import (
     Action,
     ActionKind,
     forward_runtime_of,
-    is_file,
+    is_csv,
     microbatch_of,
     receives_of,
     run_schedule,
@@ -33,6 +33,8 @@ SCHEDULES = (
     "DualPipeV",
 )
 """The schedules of torch that graphs run."""
+ONE_STAGE = ("1F1B", "GPipe")
+"""Those with one stage on each rank; others have several."""
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 """Those that place stages from the first rank to the last and back again, two on each rank."""
 
@@ -68,7 +70,7 @@ class PipelineStep:
         num_microbatches: int,
         on_gradients: Callable[[nn.Module, Gradients], None] | None = None,
     ) -> None:
-        if schedule not in SCHEDULES and not is_file(schedule):
+        if schedule not in SCHEDULES and not is_csv(schedule):
             raise ConfigError(
                 f"schedule {schedule!r}: stages that are graphs run {', '.join(SCHEDULES)}, or a "
                 "file whose name ends in .csv"
@@ -77,12 +79,13 @@ class PipelineStep:
         self._on_gradients = on_gradients
         make = runtime_of if stages[0].joint.signature.backward else forward_runtime_of
         self._runtime = make(schedule, list(stages), num_microbatches)
-        whole = [index for index, stage in self._stages.items() if not stage.splits_backward]
-        if splits_backward(self._runtime.pipeline_order_with_comms) and whole:
-            raise ConfigError(
-                f"schedule {schedule!r} runs a backward in two actions, and stage {whole[0]} runs "
-                "it whole: make it with splits_backward=True"
-            )
+        if splits_backward(self._runtime.pipeline_order_with_comms):
+            for index, stage in self._stages.items():
+                if not stage.splits_backward:
+                    raise ConfigError(
+                        f"schedule {schedule!r} runs a backward in two actions, and stage {index} "
+                        "runs it as one: make it with splits_backward=True"
+                    )
         self._losses: list[torch.Tensor] = []
         run = self._runtime.register_custom_function
         run(ActionKind.UNSHARD, lambda action, ctx: self._stages[action.stage_index].unshard())

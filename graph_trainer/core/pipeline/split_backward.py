@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import bytes_kept
+from graph_trainer.core.analysis.memory import given_bytes
 from graph_trainer.core.graph.annotations import (
     copy_annotations,
     input_name,
@@ -53,10 +54,15 @@ class SplitBackward:
     """The indices of backward's inputs that `of_weights` takes."""
 
     def kept_bytes(self) -> int:
-        """Return the bytes that `of_input` keeps for `of_weights`; a storage counts once."""
+        """Return the bytes that live between the two parts, beside what forward keeps.
+
+        That is what the first keeps for the second, where a storage counts once, and the gradients
+        with which backward begins, where the second reads them.
+        """
         outputs = with_parts(self.of_input.signature.outputs, self.of_input.output_values())
         kept = [n for spec, nodes in outputs if spec.kind is OutputKind.SAVED for n in nodes]
-        return bytes_kept(self.of_input.graph, kept)
+        received = given_bytes(self.of_weights, InputKind.OUTPUT_GRADIENT)
+        return bytes_kept(self.of_input.graph, kept) + received
 
 
 def split_backward(backward: JointGraph) -> SplitBackward:
@@ -90,9 +96,9 @@ def split_backward(backward: JointGraph) -> SplitBackward:
         if node in sources
     ]
     taken += [(Input(InputKind.SAVED, n.name, unwrap(value_of(n))[1]), n) for n in kept]
-    whole = [(spec, node) for spec, nodes in inputs for node in nodes]
+    all_inputs = [(spec, node) for spec, nodes in inputs for node in nodes]
     return SplitBackward(
-        of_input=_part(backward, first, whole, [*of_input, *saved], backward.signature.inputs),
+        of_input=_part(backward, first, all_inputs, [*of_input, *saved], backward.signature.inputs),
         of_weights=_part(backward, second | numbers, taken, of_weights, [s for s, _ in taken]),
         reads=tuple(places),
     )

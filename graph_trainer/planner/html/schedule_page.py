@@ -32,7 +32,7 @@ class Box(NamedTuple):
     width: float
     height: float
     look: str
-    """Classes of style.css."""
+    """Classes of page.css."""
     label: str
     """The microbatch, empty where there is no room."""
     title: str

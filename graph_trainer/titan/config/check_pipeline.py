@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-
-from graph_trainer.core.pipeline.schedule import IN_A_V, SCHEDULES
-from graph_trainer.core.torch_private_pipelining import check_file, is_file
+from graph_trainer.core.pipeline.schedule import IN_A_V, ONE_STAGE, SCHEDULES
+from graph_trainer.core.torch_private_pipelining import check_csv, is_csv
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -119,19 +117,20 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
 def _file_problems(config: GraphTrainerConfig, num_stages: int) -> Iterator[Problem]:
     """Check the file of a schedule."""
     parallelism, path = config.parallelism, schedule_of(config)
-    degree, in_a_v = parallelism.pipeline_parallel_degree, _in_a_v(config)
+    degree = parallelism.pipeline_parallel_degree
+    in_a_v = parallelism.pipeline_parallel_schedule in IN_A_V
     size = parallelism.pipeline_parallel_microbatch_size
     microbatches = config.training.local_batch_size // size
     problem = None
-    if not is_file(path):
+    if not is_csv(path):
         problem = "a file whose name does not end in .csv"
     try:
         if problem is None:
-            check_file(path, degree, num_stages, microbatches, in_a_v=in_a_v)
+            check_csv(path, degree, num_stages, microbatches, in_a_v=in_a_v)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except (ValueError, RuntimeError) as error:
-        problem = f"no schedule of {degree} ranks: {str(error).splitlines()[0]}"
+    except ValueError as error:
+        problem = f"no schedule of {degree} ranks: {error}"
     if problem is not None:
         yield Problem(
             _FILE,
@@ -141,11 +140,6 @@ def _file_problems(config: GraphTrainerConfig, num_stages: int) -> Iterator[Prob
             f"{show(parallelism.pipeline_parallel_schedule)} counts.",
             (DEGREE, _SCHEDULE, _BATCH),
         )
-
-
-def _in_a_v(config: GraphTrainerConfig) -> bool:
-    """Return whether stages go from the first rank to the last and back again."""
-    return config.parallelism.pipeline_parallel_schedule in IN_A_V
 
 
 def _num_stages(config: GraphTrainerConfig, num_layers: int) -> int:
@@ -158,23 +152,18 @@ def _num_stages(config: GraphTrainerConfig, num_layers: int) -> int:
     if parallelism.pipeline_parallel_layers_per_stage is not None:
         weighted = num_layers + first + last
         return math.ceil(weighted / parallelism.pipeline_parallel_layers_per_stage)
-    return parallelism.pipeline_parallel_degree * (1 if _is_single(config) else 2)
-
-
-def _is_single(config: GraphTrainerConfig) -> bool:
-    """Return whether the schedule has one stage on each rank."""
-    schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
-    return issubclass(schedule, PipelineScheduleSingle)
+    is_single = parallelism.pipeline_parallel_schedule in ONE_STAGE
+    return parallelism.pipeline_parallel_degree * (1 if is_single else 2)
 
 
 def _stage_problems(config: GraphTrainerConfig, num_layers: int) -> Iterator[Problem]:
     """Check the number of stages, as torchtitan counts them."""
     parallelism = config.parallelism
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    is_single, stages = _is_single(config), _num_stages(config, num_layers)
+    is_single, stages = schedule in ONE_STAGE, _num_stages(config, num_layers)
     wanted = "one stage" if is_single else "two stages or more"
     cannot_place = stages % degree != 0 or (stages == degree) != is_single
-    if _in_a_v(config):
+    if parallelism.pipeline_parallel_schedule in IN_A_V:
         wanted, cannot_place = "two stages", stages != 2 * degree
     split = parallelism.module_fqns_per_model_part
     if split is not None:

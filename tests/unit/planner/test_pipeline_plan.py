@@ -31,6 +31,8 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from tests.unit.planner.conftest import BFLOAT16
 
 KEY = "--parallelism.pipeline_parallel"
+TWICE = ("--training.global_batch_size", "16")
+"""The schedule runs twice in a step."""
 SMALL = ("--training.seq_len", "32", "--training.local_batch_size", "4", *BFLOAT16)
 
 
@@ -71,9 +73,10 @@ def test_stages_with_the_same_layers_differ_in_what_is_in_flight_alone():
 
 def test_a_rank_needs_what_its_stage_does_and_of_several_at_most_their_sum():
     for stage in planned().stages:
-        # the last backward runs when all has been sent: four outputs, or three gradients before
-        sent = (4 if stage.rank == 0 else 3) * planned().stages[0].sent_bytes
-        assert planned().need_of(stage.rank) == tuple(num + sent for num in stage.need)
+        # backward of the third microbatch: four outputs have been sent and its gradient received,
+        # or two gradients have been sent and the fourth output received ahead
+        tensors = (5 if stage.rank == 0 else 3) * planned().stages[0].sent_bytes
+        assert planned().need_of(stage.rank) == tuple(num + tensors for num in stage.need)
     plan = planned("Interleaved1F1B")
     for rank in (0, 1):
         stages = plan.stages_of(rank)
@@ -86,6 +89,19 @@ def test_a_rank_needs_what_its_stage_does_and_of_several_at_most_their_sum():
             at_peak = stage.simulation.memory.peak_by_category()
             state = at_peak[Category.PARAMETERS] + at_peak[Category.OPTIMIZER_STATE]
             assert stage.always_bytes >= state > 0
+
+
+def test_what_lives_between_two_parts_of_a_backward_counts():
+    plan = planned("ZBVZeroBubble")
+    assert plan.splits_backward and [stage.rank for stage in plan.stages] == [0, 1, 1, 0]
+    nothing = [dataclasses.replace(stage, split_bytes=0) for stage in plan.stages]
+    assert dataclasses.replace(plan, stages=tuple(nothing)).need.total < plan.need.total
+    for stage in plan.stages:
+        seconds = stage.seconds
+        assert seconds.backward_weight > 0 and (seconds.backward_input > 0) is (stage.index > 0)
+        # with a kernel more where a value is computed in the one part and read in the other
+        parts = seconds.backward_input + seconds.backward_weight
+        assert parts == pytest.approx(seconds.backward, rel=0.3)
 
 
 def test_schedules_differ_in_bubble_and_microbatches_in_flight():
@@ -109,7 +125,7 @@ def test_accumulated_steps_run_the_schedule_again():
 
 def test_the_command_writes_what_it_shows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_pipeline, "make_pipeline_plan", lambda *_, **__: planned("GPipe"))
-    monkeypatch.setattr(pipeline_advice, "make_pipeline_plan", lambda *_: planned("GPipe"))
+    monkeypatch.setattr(pipeline_advice, "make_pipeline_plan", lambda *_, **__: planned("GPipe"))
     file = tmp_path / "plan.json"
     words = [f"{KEY}_degree", "2", "--json", str(file)]
     assert main(["--config", "debugmodel", "--world-size", "4", *SMALL, *words]) == 0
@@ -171,18 +187,23 @@ def test_the_same_stages_by_another_schedule_are_not_captured_again():
 
 def advised(plan: PipelinePlan, monkeypatch, changed: PipelinePlan | None = None):
     """The advice for a plan; what must be captured for it is `changed`."""
-    monkeypatch.setattr(pipeline_advice, "make_pipeline_plan", lambda *_: changed or plan)
-    advice = advise_pipeline(plan, lambda more: configured("1F1B", *more), lambda line: None)
+    monkeypatch.setattr(pipeline_advice, "make_pipeline_plan", lambda *_, **__: changed or plan)
+    advice = advise_pipeline(
+        plan, lambda more: configured("1F1B", *TWICE, *more), lambda line: None
+    )
     return {flags: outcome for outcome in advice for flags in [flags_of(outcome.config)]}
 
 
 def test_advice_is_what_is_faster_and_fits(monkeypatch):
-    plan = planned()
+    plan = dataclasses.replace(planned(), config=configured("1F1B", *TWICE), repeats=2)
     in_no_time = dataclasses.replace(plan, timeline=ScheduleTimeline({}, []))
     advice = advised(plan, monkeypatch, in_no_time)
     assert any("Interleaved1F1B" in flags for flags in advice)
     (batch,) = [outcome for flags, outcome in advice.items() if "local_batch_size" in flags[0]]
     assert batch.config["training.local_batch_size"] == "8"
+    # another global batch is another run
+    once = advised(planned(), monkeypatch, in_no_time)
+    assert not any("local_batch_size" in flags[0] for flags in once)
     for outcome in advice.values():
         assert outcome.fits
         assert outcome.tokens_per_second_per_gpu > plan.tokens_per_second_per_gpu

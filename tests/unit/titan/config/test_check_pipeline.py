@@ -78,12 +78,23 @@ GOOD = "0F0,0F1,0I0,0W0,0B1\n1F0,1B0,1F1,1B1\n"
     ("text", "problem"),
     [
         (GOOD, None),
-        ("0F0,0F1,0I0,0W0,0B1\n", "incorrect number of ranks"),
-        (GOOD.replace("1B1", "1B2"), "without first running Forward"),
-        (GOOD.replace("0W0,", ""), "I and W must have equal counts"),
+        ("0F0,0F1,0I0,0W0,0B1\n", "stage 1 does not run F once"),
+        (GOOD + "\n", "incorrect number of ranks"),
+        (GOOD.replace("1B1", "1B2"), "stage 1 does not run F once"),
+        (GOOD.replace("1B1", "1B1,1F1"), "stage 1 does not run F once"),
+        (GOOD.replace("0W0,", ""), "either B or I and W"),
+        (GOOD.replace("0B1", "0B0"), "either B or I and W"),
+        (
+            GOOD.replace("0F1,0I0", "0I0,0F1")
+            .replace("0F0,", "0F1,")
+            .replace("0I0,0F1", "0I0,0F0"),
+            "without first running Forward",
+        ),
         (GOOD.replace("1F1", "2F1"), "2F1 is of none of the 2 stages"),
-        (GOOD.replace("0F0", "0SEND_F0"), "0SEND_F0 computes nothing"),
-        (GOOD.replace("0F0", "forward"), "no schedule of 2 ranks"),
+        (GOOD.replace("0F0", "0SEND_F0"), "'0SEND_F0' is none of F, B, I and W"),
+        (GOOD.replace("0F0", "(0F0;0B1)OVERLAP_F_B"), "is none of F, B, I and W"),
+        (GOOD.replace("0F0", "forward"), "'forward' is no action"),
+        (GOOD.replace("0F0", "0F0x"), "'0F0x' is no action"),
         ("1F0,1B0,1F1,1B1\n0F0,0F1,0I0,0W0,0B1\n", "stage 1 is on line 1 and not 2"),
         # each waits for the other
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "no schedule of 2 ranks"),
