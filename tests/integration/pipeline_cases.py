@@ -24,9 +24,9 @@ from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.pipeline import stage as stage_module
 from graph_trainer.core.pipeline.schedule import IN_A_V
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
-from graph_trainer.core.torch_private_pipelining import actions_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import predicted_memory
+from graph_trainer.core.torch_private_pipelining import actions_of
 from graph_trainer.titan import captured_stages
 from tests.integration.issued import count_issued
 from tests.integration.matrix import (
