@@ -22,9 +22,9 @@ from tests.integration.launch import report
 
 STEPS = 5
 PLANNED = [
-    *("--config", "debugmodel", "--training.seq_len", "32", "--training.local_batch_size", "1"),
+    *("--config", "debugmodel", "--training.seq_len", "256", "--training.local_batch_size", "4"),
     # two microbatches a step
-    *("--training.global_batch_size", "4", "--debug.seed", "42"),
+    *("--training.global_batch_size", "16", "--debug.seed", "42"),
 ]
 
 
