@@ -38,6 +38,7 @@ from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.titan.training_state_memory import other_memory_of
 from tests.integration.matrix import Flags, arguments
+from tests.layers import with_few_layers
 
 COMMON: Flags = {"debug.seed": 42, "metrics.log_freq": 100}
 WIDE: Flags = {"training.seq_len": 64, "training.local_batch_size": 1}
@@ -98,6 +99,8 @@ class Measured:
         config = load_config(arguments(COMMON | flags | {"dump_folder": folder}))
         if model == "wide":
             make_wide(config)
+        elif model == "short":
+            with_few_layers(config)
         self.trainer: GraphTrainer = GraphTrainer(config)
         self._batches = self.trainer.batch_generator(self.trainer.dataloader)
         self.trainer.captured_step = self._capture
@@ -203,7 +206,7 @@ def cases(ranks: int) -> dict[str, tuple[str, Flags, tuple[str, ...]]]:
         found["budget"] = ("debug", {"training.seq_len": 64} | BUDGET, ("auto",))
         tensor = {"parallelism.tensor_parallel_degree": 2}
         found["tensor_parallel"] = ("wide", WIDE | tensor, ("never",))
-        found["experts"] = ("debug", EXPERTS, ("never",))
+        found["experts"] = ("short", EXPERTS, ("never",))
         key = "parallelism.context_parallel"
         context = {f"{key}_degree": 2, f"{key}_method": "all_gather"}  # whose mask takes memory
         found["context_parallel"] = ("debug", {"training.seq_len": 128} | context, ("never",))
