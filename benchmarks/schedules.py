@@ -31,7 +31,7 @@ from graph_trainer.core.pipeline.schedule import SCHEDULES
 from graph_trainer.core.pipeline.simulate_schedule import StageSeconds, simulate_schedule
 from graph_trainer.core.torch_private_pipelining import actions_of, ranks_of_stages, splits_backward
 
-LAYERS, WIDTH, ROWS = 16, 768, 256
+LAYERS, WIDTH, ROWS = 16, 512, 64
 ONE_STAGE = ("1F1B", "GPipe")
 PROGRAMS = ("forward", "backward", "backward_input", "backward_weight")
 
