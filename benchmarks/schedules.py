@@ -119,7 +119,6 @@ class Run:
         part, batch = nn.Sequential(*blocks), self._batches[0]
         is_last = index == self._num_stages - 1
         kwargs, loss_fn = ({"target": batch}, loss_of) if is_last else ({}, None)
-        # what a stage receives has a gradient; the batch has none
         joint = gt.capture_stage(part, (batch,), kwargs, loss_fn=loss_fn)
         gt.run_passes(joint)
         stage = gt.GraphStage(

@@ -36,12 +36,13 @@ from graph_trainer.planner.changes import (
     settings,
 )
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
+from graph_trainer.planner.figures import model_name
 from graph_trainer.planner.html.page import write_comparison, write_page
 from graph_trainer.planner.limits import limits_of
 from graph_trainer.planner.perfetto_trace import write_trace
 from graph_trainer.planner.pipeline_plan import make_pipeline_plan
 from graph_trainer.planner.pipeline_report import pipeline_report
-from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, model_name, versions
+from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.plan_tables import comparison_table, fit_and_speed, report_text

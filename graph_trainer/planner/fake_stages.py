@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from graph_trainer.core.capture.forward_alone import capture_stage
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -13,6 +13,7 @@ from graph_trainer.core.torch_private_pipelining import stages_of
 from graph_trainer.planner.fake_rank import FakeProcess
 from graph_trainer.titan.captured_stages import PassedOn, loss_of_stage, of_loss
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.parallelize import sections_of
 from graph_trainer.titan.step_inputs import attach_loss
 
 # torchtitan's automatic split, which has no public name
@@ -32,26 +33,20 @@ class FakeStages(FakeProcess):
         super().__init__(config, *args, **kwargs)
         spec = config.model_spec
         assert spec is not None and spec.pipelining_fn is not None
-        schedule, parts, _, has_last = spec.pipelining_fn(
-            self.whole_model,
-            parallel_dims=self.parallel_dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder=config.dump_folder,
-            device=torch.device("meta"),
-            model_config=spec.model,
-            parallelize_fn=spec.parallelize_fn,
-            loss_fn=self.loss_fn,
-        )
-        for part in parts:
-            part.train()
-        if has_last:
-            attach_loss(self.loss_fn, parts[-1])
-        self.modules: dict[int, nn.Module] = {s.stage_index: s.submod for s in stages_of(schedule)}
+        split = partial(spec.pipelining_fn, self.whole_model, **sections_of(config))
+        # what the trainer knows beside the config
+        of_trainer = {
+            "model_config": spec.model,
+            "parallelize_fn": spec.parallelize_fn,
+            "loss_fn": self.loss_fn,
+            "device": torch.device("meta"),
+        }
+        stages = stages_of(split(parallel_dims=self.parallel_dims, **of_trainer)[0])
+        self.num_stages = stages[0].num_stages
+        self.modules = {stage.stage_index: stage.submod.train() for stage in stages}
         """The stages of this rank, by their index."""
-        self.num_stages = stages_of(schedule)[0].num_stages
+        if self.num_stages - 1 in self.modules:
+            attach_loss(self.loss_fn, self.modules[self.num_stages - 1])
 
     def capture(self, index: int, received: PassedOn | None) -> JointGraph:
         """Capture the joint graph of a stage, as training does on this rank.

@@ -25,6 +25,7 @@ from graph_trainer.planner.pipeline_plan import (
 )
 from graph_trainer.planner.plan import LoadConfig, Outcome
 from graph_trainer.planner.terminal import OnProgress
+from graph_trainer.titan.config.check_pipeline import schedule_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches
 
@@ -103,9 +104,8 @@ def rescheduled(plan: PipelinePlan, config: GraphTrainerConfig) -> PipelinePlan:
             microbatches as before.
     """
     changed = replace(plan, config=config)
-    schedule = config.parallelism.pipeline_parallel_schedule
     count = changed.num_microbatches
-    actions = actions_of(schedule, len(plan.stages), plan.num_ranks, count)
+    actions = actions_of(schedule_of(config), len(plan.stages), plan.num_ranks, count)
     rank_of = ranks_of_stages(actions)
     stages = []
     for stage in plan.stages:

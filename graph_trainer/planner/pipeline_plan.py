@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from graph_trainer.core.analysis.memory import Category, Memory, given_bytes
 from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -43,7 +41,8 @@ from graph_trainer.core.torch_private_pipelining import (
 )
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.fake_stages import FakeStages, modules_of_stages
-from graph_trainer.planner.plan import Outcome, model_name, outside_seconds
+from graph_trainer.planner.figures import Figures
+from graph_trainer.planner.plan import Outcome, outside_seconds
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.captured_stages import (
@@ -108,7 +107,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelinePlan:
+class PipelinePlan(Figures):
     """What the stages of a pipeline need, and how their schedule runs."""
 
     config: GraphTrainerConfig
@@ -135,9 +134,8 @@ class PipelinePlan:
     @property
     def headline(self) -> str:
         """What was planned, in one line."""
-        unit, size = ("B", 1e9) if self.num_parameters >= 1e7 else ("M", 1e6)
         return (
-            f"{model_name(self.config)}, {self.num_parameters / size:.2f} {unit} parameters, "
+            f"{self.model}, "
             f"{len(self.stages)} stages on {self.world_size:,} ranks of {self.hardware.name}"
         )
 
@@ -174,31 +172,11 @@ class PipelinePlan:
         return max(sum(s.outside_seconds for s in self.stages_of(rank)) for rank in self.actions)
 
     @property
-    def slowest_device(self) -> float:
-        """How many times longer than on average the slowest device of the run takes."""
-        return self.hardware.slowest_of(self.world_size)
-
-    @property
     def tokens_per_second_per_gpu(self) -> float:
         """As torchtitan logs it."""
         training = self.config.training
         tokens = self.repeats * training.local_batch_size * training.seq_len
         return tokens * self.data_parallel_degree / self.world_size / self.step_seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs per second as a part of the hardware's bfloat16 peak, as torchtitan
-        counts them."""
-        return self._part_of_peak(self.flops_per_token.torchtitan)
-
-    @property
-    def mfu_causal(self) -> float:
-        """As `mfu`, without the attention that the causal mask excludes."""
-        return self._part_of_peak(self.flops_per_token.causal)
-
-    def _part_of_peak(self, flops_per_token: int) -> float:
-        peak = self.hardware.flops(torch.bfloat16)
-        return flops_per_token * self.tokens_per_second_per_gpu / peak
 
     def need_of(self, rank: int) -> Need:
         """Return the memory that a rank of the pipeline needs at most.
@@ -226,20 +204,9 @@ class PipelinePlan:
         return max(map(self.need_of, self.actions), key=lambda need: need.total)
 
     @property
-    def allowed_bytes(self) -> int:
-        """What a step may need: the device's memory, or the limit where that is less."""
-        return min(self.hardware.memory_bytes, self.limit_bytes or self.hardware.memory_bytes)
-
-    @property
-    def headroom_bytes(self) -> int:
-        """What the rank that needs most leaves of what it may need; negative where it does not
-        fit."""
-        return self.allowed_bytes - self.need.total
-
-    @property
-    def fits(self) -> bool:
-        """Whether all ranks fit on the hardware and within the limit."""
-        return self.headroom_bytes >= 0
+    def needed_bytes(self) -> int:
+        """What the rank that needs most needs of its device."""
+        return self.need.total
 
 
 def _moments(

@@ -31,6 +31,7 @@ from graph_trainer.core.units import GIB
 from graph_trainer.planner.bands import Band, band_of
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.figures import Figures
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
 from graph_trainer.planner.like_torchtitan import config_of_torchtitan, passes_of_torchtitan
 from graph_trainer.planner.simulated_agreement import AsFarAsKnown
@@ -125,7 +126,7 @@ class ExpertLoads:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Figures):
     """What one rank of a run will need, issue and take in time."""
 
     config: GraphTrainerConfig
@@ -168,10 +169,8 @@ class Plan:
     @property
     def headline(self) -> str:
         """What was planned, in one line."""
-        unit, size = ("B", 1e9) if self.num_parameters >= 1e7 else ("M", 1e6)
         return (
-            f"{model_name(self.config)}, {self.num_parameters / size:.2f} {unit} parameters, rank "
-            f"{self.rank} of {self.world_size} on {self.hardware.name}, run by "
+            f"{self.model}, rank {self.rank} of {self.world_size} on {self.hardware.name}, run by "
             f"{self.simulation.runtime.name}"
         )
 
@@ -194,25 +193,9 @@ class Plan:
         return (graphs + self.outside_seconds) * self.slowest_device
 
     @property
-    def slowest_device(self) -> float:
-        """How many times longer than on average the slowest device of the run takes."""
-        return self.hardware.slowest_of(self.world_size)
-
-    @property
     def tokens_per_second_per_gpu(self) -> float:
         """As torchtitan logs it."""
         return self.tokens_per_step / self.ranks_per_batch / self.step_seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs per second as a part of the hardware's bfloat16 peak, as torchtitan
-        counts them."""
-        return self._part_of_peak(self.flops_per_token.torchtitan)
-
-    @property
-    def mfu_causal(self) -> float:
-        """As `mfu`, without the attention that the causal mask excludes."""
-        return self._part_of_peak(self.flops_per_token.causal)
 
     def on(self, hardware: Hardware) -> Plan:
         """Return the plan of the same graph on other hardware, without rows and limits of its
@@ -236,35 +219,15 @@ class Plan:
         """The range of its throughput, as factors; None where no measured run is like it."""
         return band_of(self.config, self.hardware)
 
-    def _part_of_peak(self, flops_per_token: int) -> float:
-        peak = self.hardware.flops(torch.bfloat16)
-        return flops_per_token * self.tokens_per_second_per_gpu / peak
+    @property
+    def needed_bytes(self) -> int:
+        """What this rank needs of its device."""
+        return self.need.total
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at once on this rank."""
         return self.simulation.memory.peak_bytes
-
-    @property
-    def allowed_bytes(self) -> int:
-        """What a step may need: the device's memory, or the limit where that is less."""
-        return min(self.hardware.memory_bytes, self.limit_bytes or self.hardware.memory_bytes)
-
-    @property
-    def headroom_bytes(self) -> int:
-        """What the step leaves of what it may need; negative where it does not fit."""
-        return self.allowed_bytes - self.need.total
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits on the hardware and within the limit."""
-        return self.headroom_bytes >= 0
-
-
-def model_name(config: GraphTrainerConfig) -> str:
-    """Format the name and flavor of the model that a config trains."""
-    spec = config.model_spec
-    return f"{spec.name} {spec.flavor}" if spec is not None else "model"
 
 
 @config_keys_in_errors()

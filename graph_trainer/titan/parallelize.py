@@ -207,15 +207,20 @@ def _seed_of_run(dims: ParallelDims) -> int:
 def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -> nn.Module:
     """Parallelize a model on meta as the trainer of a config does, and return it in train mode."""
     assert config.model_spec is not None
-    sections: dict[str, Any] = {
+    sections = sections_of(config)
+    parallel: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
+    return parallel.train()
+
+
+def sections_of(config: Trainer.Config) -> dict[str, Any]:
+    """Return the sections of a config that torchtitan's functions on models take, by argument."""
+    return {
         "ac_config": config.activation_checkpoint,
         "compile_config": config.compile,
         "dump_folder": config.dump_folder,
         "parallelism": config.parallelism,
         "training": config.training,
     }
-    parallel: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
-    return parallel.train()
 
 
 def _experts_of(model: nn.Module) -> frozenset[nn.Parameter]:

@@ -93,16 +93,16 @@ def work(folder: Path, jobs: Sequence[str]) -> None:
     """Run the jobs, all of which use the group of all ranks: torchtitan takes the one it finds."""
     results: dict[str, dict[str, Any]] = {}
     for job in jobs:
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         faulthandler.dump_traceback_later(SECONDS_OF_A_JOB, exit=True)
         try:
             results[job] = {"result": run(job, folder)}
         except Exception:
             # the other ranks run the same job, and fail here too unless one differs from the rest
             results[job] = {"error": traceback.format_exc()}
+            traceback.print_exc()  # at once: ranks that wait for this one may end the launch
         faulthandler.cancel_dump_traceback_later()
         results[job]["seconds"] = round(time.perf_counter() - start, 1)
-        results[job]["cpu"] = round(time.process_time() - cpu, 1)
         end_groups()
         results[job]["threads"] = len(os.listdir("/proc/self/task"))
     report(results)

@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 import functools
 from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -352,6 +353,53 @@ def _backward_half(
     graph.output(tuple(returned))
     signature = Signature(tuple(inputs), tuple(specs), joint.signature.parameters_without_grad)
     return part_of(joint, graph, signature)
+
+
+TensorInput = tuple[Input, tuple[fx.Node, ...]]
+TensorOutput = tuple[Output, tuple[fx.Node, ...]]
+
+
+def as_input(node: fx.Node, kind: InputKind, name: str) -> TensorInput:
+    """Describe a plain tensor as an input of a part."""
+    return Input(kind, name, unwrap(value_of(node))[1]), (node,)
+
+
+def as_saved(node: fx.Node) -> TensorOutput:
+    """Describe a plain tensor as an output that a part keeps for another one."""
+    return Output(OutputKind.SAVED, node.name, unwrap(value_of(node))[1]), (node,)
+
+
+def copy_part(
+    joint: JointGraph,
+    nodes: Container[fx.Node],
+    inputs: Sequence[TensorInput],
+    outputs: Sequence[TensorOutput],
+    *,
+    backward: bool = False,
+) -> JointGraph:
+    """Copy some nodes of a joint graph, in its order, into a graph of their own. Linear in nodes.
+
+    Args:
+        nodes: ops of the joint graph.
+        inputs: what the part takes, inputs or ops of the joint graph, with these nodes.
+        outputs: what it returns, with the nodes of the joint graph.
+        backward: whether the part has nodes of backward.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for spec, of_tensor in inputs:
+        for node in of_tensor:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta["val"] = value_of(node)
+            set_input_name(copies[node], spec.name)
+    for node in joint.graph.nodes:
+        if node.op == "get_attr" or node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_function":
+                copy_annotations(node, copies[node])
+    graph.output(tuple(copies[node] for _, returned in outputs for node in returned))
+    specs = tuple(spec for spec, _ in inputs), tuple(spec for spec, _ in outputs)
+    return part_of(joint, graph, Signature(*specs, backward=backward))
 
 
 def part_of(joint: JointGraph, graph: fx.Graph, signature: Signature) -> JointGraph:

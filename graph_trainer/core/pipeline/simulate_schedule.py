@@ -111,13 +111,6 @@ _IS_FORWARD = {
     ActionKind.RECV_B: False,
 }
 
-_COMPUTE = (
-    ActionKind.FORWARD,
-    ActionKind.FULL_BACKWARD,
-    ActionKind.BACKWARD_INPUT,
-    ActionKind.BACKWARD_WEIGHT,
-)
-
 _Tensor = tuple[int, bool, int]
 """The stage that computes a tensor, whether in forward, and the microbatch."""
 
@@ -201,7 +194,7 @@ class _Simulation:
                 if duration:
                     spans.append(Span(rank, stage, kind, None, now, duration, 0.0))
                 now += duration
-            elif kind in _COMPUTE:
+            elif action.is_compute_op:
                 sent = received = now
                 source = self._source(action)
                 if source is not None and self._rank_of.get(source[0], rank) != rank:
@@ -224,11 +217,9 @@ class _Simulation:
         if kind is ActionKind.BACKWARD_WEIGHT:
             return of_stage.backward_weight
         # a stage whose backward is split runs both parts
-        return (
-            of_stage.backward_input + of_stage.backward_weight
-            if self._splits
-            else of_stage.backward
-        )
+        if self._splits:
+            return of_stage.backward_input + of_stage.backward_weight
+        return of_stage.backward
 
     def _source(self, action: Action) -> _Tensor | None:
         """Return the tensor that an action takes, of a stage that may not exist; None for one that

@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.analysis.memory import given_bytes
-from graph_trainer.core.graph.annotations import (
-    copy_annotations,
-    input_name,
-    set_input_name,
-    value_of,
-)
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
@@ -28,16 +21,8 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     written_arguments,
 )
-from graph_trainer.core.graph.signature import (
-    Input,
-    InputKind,
-    Output,
-    OutputKind,
-    Signature,
-    with_parts,
-)
-from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.partition.cut import part_of
+from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
+from graph_trainer.core.partition.cut import as_input, as_saved, copy_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +53,10 @@ class SplitBackward:
 def split_backward(backward: JointGraph) -> SplitBackward:
     """Split a backward graph in two, without changing it.
 
-    No node is in both parts, but for numbers that data decide, such as the tokens that an expert
-    receives: a graph returns tensors, so those that both parts read are read from their tensor
-    twice. Both parts keep the order of the graph. The first stage of a pipeline has no gradient to
-    pass on, and nothing in its first part. Linear in nodes.
+    No node is in both parts, and both keep the order of the graph. The first stage of a pipeline
+    has no gradient to pass on, and nothing in its first part. The second part may read tensors of
+    the first, and no numbers that data decide, such as the tokens that an expert receives. Linear
+    in nodes.
 
     Args:
         backward: of `cut` of a graph of `capture_stage`.
@@ -80,26 +65,19 @@ def split_backward(backward: JointGraph) -> SplitBackward:
     of_input = [(s, nodes) for s, nodes in outputs if s.kind is OutputKind.INPUT_GRADIENT]
     of_weights = [(s, nodes) for s, nodes in outputs if s.kind is OutputKind.GRADIENT]
     first = _needed(backward, [node for _, nodes in of_input for node in nodes])
-    numbers = _numbers_read(backward, first)
     second = {n: None for n in backward.graph.nodes if n.op == "call_function" and n not in first}
-    read = dict.fromkeys(numbers | second)
-    sources = {source for node in read for source in node.all_input_nodes}
+    sources = {source for node in second for source in node.all_input_nodes}
     sources.update(node for _, nodes in of_weights for node in nodes)
-    kept = [node for node in first if node in sources and node not in numbers]
+    kept = [node for node in first if node in sources]
     inputs = list(with_parts(backward.signature.inputs, backward.placeholders()))
     places = [place for place, node in enumerate(backward.placeholders()) if node in sources]
-    saved = [(Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]), (n,)) for n in kept]
-    taken = [
-        (Input(spec.kind, spec.name, unwrap(value_of(node))[1]), node)
-        for spec, nodes in inputs
-        for node in nodes
-        if node in sources
-    ]
-    taken += [(Input(InputKind.SAVED, n.name, unwrap(value_of(n))[1]), n) for n in kept]
-    all_inputs = [(spec, node) for spec, nodes in inputs for node in nodes]
+    parts = [(spec, node) for spec, nodes in inputs for node in nodes]
+    taken = [as_input(node, spec.kind, spec.name) for spec, node in parts if node in sources]
+    taken += [as_input(node, InputKind.SAVED, node.name) for node in kept]
+    passed_on = [*of_input, *map(as_saved, kept)]
     return SplitBackward(
-        of_input=_part(backward, first, all_inputs, [*of_input, *saved], backward.signature.inputs),
-        of_weights=_part(backward, second | numbers, taken, of_weights, [s for s, _ in taken]),
+        of_input=copy_part(backward, first, inputs, passed_on, backward=True),
+        of_weights=copy_part(backward, second, taken, of_weights, backward=True),
         reads=tuple(places),
     )
 
@@ -133,46 +111,3 @@ def _needed(backward: JointGraph, gradients: list[fx.Node]) -> dict[fx.Node, Non
         if (is_wait(node) or is_getitem(node)) and node.all_input_nodes[0] in needed:
             needed.add(node)
     return {node: None for node in ops if node in needed}
-
-
-def _numbers_read(backward: JointGraph, first: dict[fx.Node, None]) -> dict[fx.Node, None]:
-    """Return the nodes of the first part whose results are numbers that the second part reads, or
-    that these are computed from."""
-    numbers: set[fx.Node] = set()
-    for node in reversed(backward.graph.nodes):
-        if node.op == "call_function" and (node not in first or node in numbers):
-            numbers.update(
-                source
-                for source in node.all_input_nodes
-                if source in first and not isinstance(value_of(source), torch.Tensor)
-            )
-    return {node: None for node in backward.graph.nodes if node in numbers}
-
-
-def _part(
-    backward: JointGraph,
-    nodes: dict[fx.Node, None],
-    inputs: list[tuple[Input, fx.Node]],
-    outputs: list[tuple[Output, tuple[fx.Node, ...]]],
-    specs: tuple[Input, ...] | list[Input],
-) -> JointGraph:
-    """Make a graph of some nodes.
-
-    Args:
-        inputs: the values that it takes, which are inputs or other nodes of backward.
-        specs: what `inputs` are parts of.
-    """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for spec, node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta["val"] = value_of(node)
-        set_input_name(copies[node], input_name(node) or spec.name)
-    for node in backward.graph.nodes:
-        if node.op == "get_attr" or node in nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "call_function":
-                copy_annotations(node, copies[node])
-    graph.output(tuple(copies[node] for _, returned in outputs for node in returned))
-    signature = Signature(tuple(specs), tuple(spec for spec, _ in outputs))
-    return part_of(backward, graph, signature)

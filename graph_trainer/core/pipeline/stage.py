@@ -184,7 +184,7 @@ class GraphStage(StageBase):
     def backward_input(self, microbatch: int) -> None:
         """Compute the gradients of what a microbatch received, and keep what its
         `backward_weight` reads."""
-        assert self._split is not None, "the stage was made without splits_backward"
+        assert self._split is not None
         graph, values = self._split.of_input, self._take(microbatch)
         of_weights = [values[place] for place in self._split.reads]
         results = self._run(graph, values)
@@ -195,7 +195,7 @@ class GraphStage(StageBase):
 
     def backward_weight(self, microbatch: int) -> Gradients:
         """Return the gradients of the parameters, after `backward_input`."""
-        assert self._split is not None, "the stage was made without splits_backward"
+        assert self._split is not None
         graph = self._split.of_weights
         results = self._run(graph, self._of_weights.pop(microbatch))
         return self._gradients(microbatch, graph, results)

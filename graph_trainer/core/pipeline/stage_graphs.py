@@ -10,25 +10,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.graph.annotations import (
-    Role,
-    copy_annotations,
-    role_of,
-    set_input_name,
-    value_of,
-)
+from graph_trainer.core.graph.annotations import Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_getitem
-from graph_trainer.core.graph.signature import (
-    Input,
-    InputKind,
-    Output,
-    OutputKind,
-    Signature,
-    with_parts,
-)
-from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.partition.cut import cut, part_of
+from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
+from graph_trainer.core.partition.cut import as_input, as_saved, copy_part, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +55,22 @@ def stage_graphs(joint: JointGraph) -> StageGraphs:
     unshard_reads = [place for place, node in enumerate(placeholders) if node in read]
     # read by what stays, and by backward
     results = [n for n in unshard_nodes if any(user not in unshard_nodes for user in n.users)]
-    inputs = [placeholders[place] for place in unshard_reads]
+    forward = halves.forward
+    inputs = list(with_parts(forward.signature.inputs, placeholders))
+    parts = [(spec, node) for spec, nodes in inputs for node in nodes]
+    taken = [as_input(node, spec.kind, spec.name) for spec, node in parts if node in read]
+    stays = {n for n in forward.graph.nodes if n.op == "call_function" and n not in unshard_nodes}
+    gathered = [as_input(node, InputKind.SAVED, node.name) for node in results]
+    outputs = [
+        (spec, nodes)
+        for spec, nodes in with_parts(forward.signature.outputs, forward.output_values())
+        if spec.kind is not OutputKind.SAVED or nodes[0] not in unshard_nodes
+    ]
     place_of = {node: place for place, node in enumerate(results)}
     return StageGraphs(
-        unshard=_unshard_graph(halves.forward, unshard_nodes, inputs, results),
+        unshard=copy_part(forward, unshard_nodes, taken, [*map(as_saved, results)]),
         unshard_reads=tuple(unshard_reads),
-        forward=_rest_of_forward(halves.forward, unshard_nodes, results),
+        forward=copy_part(forward, stays, [*inputs, *gathered], outputs),
         backward=halves.backward,
         backward_reads=halves.inputs_read,
         saved_by=tuple(place_of.get(node) for node in saved),
@@ -96,50 +92,3 @@ def _unshard_nodes(forward: JointGraph, saved: list[fx.Node]) -> dict[fx.Node, N
     needed |= {n for n in from_parameters if is_getitem(n) and n.all_input_nodes[0] in needed}
     ops = (node for node in forward.graph.nodes if node.op != "placeholder")
     return {node: None for node in ops if node in needed}
-
-
-def _unshard_graph(
-    forward: JointGraph,
-    unshard_nodes: dict[fx.Node, None],
-    inputs: list[fx.Node],
-    results: list[fx.Node],
-) -> JointGraph:
-    graph = fx.Graph()
-    copies = {node: graph.node_copy(node) for node in inputs}
-    for node in unshard_nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copy_annotations(node, copies[node])
-    graph.output(tuple(copies[node] for node in results))
-    of_inputs = with_parts(forward.signature.inputs, forward.placeholders())
-    spec_of = {node: spec for spec, nodes in of_inputs for node in nodes}
-    specs = [
-        Input(spec_of[node].kind, spec_of[node].name, unwrap(value_of(node))[1]) for node in inputs
-    ]
-    outputs = [Output(OutputKind.SAVED, node.name, unwrap(value_of(node))[1]) for node in results]
-    return part_of(forward, graph, Signature(tuple(specs), tuple(outputs), backward=False))
-
-
-def _rest_of_forward(
-    forward: JointGraph, unshard_nodes: dict[fx.Node, None], results: list[fx.Node]
-) -> JointGraph:
-    """Return forward with the results of the unshard graph as further inputs."""
-    graph = fx.Graph()
-    copies = {node: graph.node_copy(node) for node in forward.placeholders()}
-    inputs = list(forward.signature.inputs)
-    for node in results:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta["val"] = value_of(node)
-        set_input_name(copies[node], node.name)
-        inputs.append(Input(InputKind.SAVED, node.name, unwrap(value_of(node))[1]))
-    for node in forward.graph.nodes:
-        if node.op in ("call_function", "get_attr") and node not in unshard_nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "call_function":
-                copy_annotations(node, copies[node])
-    outputs, returned = [], []
-    for spec, nodes in with_parts(forward.signature.outputs, forward.output_values()):
-        if spec.kind is not OutputKind.SAVED or nodes[0] not in unshard_nodes:
-            outputs.append(spec)
-            returned += [copies[node] for node in nodes]
-    graph.output(tuple(returned))
-    return part_of(forward, graph, Signature(tuple(inputs), tuple(outputs), backward=False))

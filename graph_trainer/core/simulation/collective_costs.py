@@ -142,15 +142,15 @@ def _bandwidth(
     """Return the bytes per second of a ring or tree, and the link that it keeps busy.
 
     Rings pass from node to node through the network cards of all their ranks on a node at once. One
-    that spans nodes is counted on the network alone, also where the links of its nodes bound it.
+    that spans nodes is counted on the link that bounds it, as messages between all pairs are.
     """
     bandwidth = hardware.node_bytes_per_second * hardware.node_efficiency
     link, limit = Link.NODE, protocol.node_limit_bytes_per_second
     if place.nodes > 1:
         limit = protocol.network_limit_bytes_per_second
         cards = place.fewest * hardware.network_bytes_per_second * hardware.network_efficiency
-        link = Link.NETWORK
-        bandwidth = cards if place.most == 1 else min(cards, bandwidth)
+        if place.most == 1 or cards <= bandwidth:
+            bandwidth, link = cards, Link.NETWORK
     bandwidth *= share
     return bandwidth if limit is None else min(bandwidth, limit), link
 

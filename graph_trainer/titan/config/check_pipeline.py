@@ -53,10 +53,7 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         names = ", ".join(show(name) for name in SCHEDULES)
         yield Problem(_SCHEDULE, "no schedule that graph_trainer runs", f"Set one of {names}.")
         return
-    problems = [
-        *_batch_problems(config),
-        *_stage_problems(config, len(spec.model.layers)),
-    ]
+    problems = [*_batch_problems(config), *_stage_problems(config, len(spec.model.layers))]
     yield from problems
     if not problems and parallelism.pipeline_parallel_schedule_csv:
         yield from _file_problems(config, _num_stages(config, len(spec.model.layers)))
@@ -103,7 +100,6 @@ def _batch_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"Set it to a multiple of {degree * size}.",
             (_SCHEDULE, DEGREE),
         )
-
     if schedule == "DualPipeV" and microbatches < 2 * degree:
         yield Problem(
             _BATCH,
@@ -121,12 +117,9 @@ def _file_problems(config: GraphTrainerConfig, num_stages: int) -> Iterator[Prob
     in_a_v = parallelism.pipeline_parallel_schedule in IN_A_V
     size = parallelism.pipeline_parallel_microbatch_size
     microbatches = config.training.local_batch_size // size
-    problem = None
-    if not is_csv(path):
-        problem = "a file whose name does not end in .csv"
+    problem = None if is_csv(path) else "a file whose name does not end in .csv"
     try:
-        if problem is None:
-            check_csv(path, degree, num_stages, microbatches, in_a_v=in_a_v)
+        check_csv(path, degree, num_stages, microbatches, in_a_v=in_a_v)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except ValueError as error:
