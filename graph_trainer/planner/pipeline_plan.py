@@ -191,8 +191,7 @@ class PipelinePlan(Figures):
         stages = {stage.index: stage for stage in self.stages_of(rank)}
         most = Need(0, 0, 0)
         sent = self.stages[0].sent_bytes
-        moments = _moments(self.actions[rank], stages, len(self.stages), sent)
-        for running, other_bytes in moments:
+        for running, other_bytes in moments(self.actions[rank], stages, len(self.stages), sent):
             need = stages[running].need
             alive, allocated, total = (num + other_bytes for num in need)
             most = max(most, Need(alive, allocated, total), key=lambda need: need.total)
@@ -209,7 +208,7 @@ class PipelinePlan(Figures):
         return self.need.total
 
 
-def _moments(
+def moments(
     actions: list[Action], stages: Mapping[int, StagePlan], num_stages: int, tensor_bytes: int
 ) -> Iterator[tuple[int, int]]:
     """Yield for each program that a rank runs its stage, and the bytes that the rank needs at this

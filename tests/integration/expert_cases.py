@@ -92,6 +92,8 @@ CASES = (
     ),
     _case("deepseek_ep2_regional", 2, DEEPSEEK | shard(2) | experts(2), captured=REGIONAL),
     _case("deepseek_ep2_inductor", 2, DEEPSEEK | shard(2) | experts(2), captured=INDUCTOR),
+    # each rank has one row of its own: expert parallelism splits them, then sharding
+    _case("deepseek_ep4_shards4_tp2", 8, DEEPSEEK | shard(4) | tensor(2) | experts(4)),
     _case("deepseek_ep4_hsdp_tp2", 8, DEEPSEEK | replicate(2) | shard(2) | tensor(2) | experts(4)),
 )
 

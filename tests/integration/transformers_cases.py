@@ -60,7 +60,7 @@ def train(folder: Path, name: str) -> dict[str, Any]:
     }
     loss, gradients = _by_the_library(path, seen[0])
     ours = {n.removeprefix("causal_lm."): g for n, g in captured.full_gradients().items()}
-    result |= {"library_loss": loss, "errors": _errors(ours, gradients)}
+    result |= {"library_loss": loss, "errors": gradient_errors(ours, gradients)}
     trainer = captured.trainer
     trainer.checkpointer.save(trainer.step, last_step=True)
     exported = place / f"captured/checkpoint/step-{STEPS}"
@@ -69,21 +69,6 @@ def train(folder: Path, name: str) -> dict[str, Any]:
     captured.close()
     eager.close()
     return result
-
-
-def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative L2 norm of each gradient's difference.
-
-    A softmax does not change where all keys are shifted alike, so what tokens add to the gradient
-    of a key's bias cancels, but for their rotations. Its rounding is that of the addends, which are
-    as large as those of the query's bias: it is held to the norm of that one.
-    """
-    errors = gradient_errors(found, expected)
-    for name in errors:
-        if name.endswith("k_proj.bias"):
-            query = expected[name.replace("k_proj", "q_proj")]
-            errors[name] *= float(expected[name].norm() / query.norm())
-    return errors
 
 
 def _keeping(batches: Iterator[Any], seen: list[Any]) -> Iterator[Any]:

@@ -14,16 +14,23 @@ import pytest
 from graph_trainer.cli import plan_pipeline
 from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.pipeline.schedule import SCHEDULES
 from graph_trainer.core.pipeline.simulate_schedule import ScheduleTimeline, StageSeconds
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import Need, predicted_memory
+from graph_trainer.core.torch_private_pipelining import ActionKind
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner import pipeline_advice
 from graph_trainer.planner.changes import flags_of
 from graph_trainer.planner.fake_stages import automatic_split
 from graph_trainer.planner.html.schedule_page import boxes, write_schedule_page
 from graph_trainer.planner.pipeline_advice import advise_pipeline, balanced, rescheduled
-from graph_trainer.planner.pipeline_plan import PipelinePlan, make_pipeline_plan, timeline_of
+from graph_trainer.planner.pipeline_plan import (
+    PipelinePlan,
+    make_pipeline_plan,
+    moments,
+    timeline_of,
+)
 from graph_trainer.planner.pipeline_report import modules_text
 from graph_trainer.planner.schedule_trace import write_schedule_trace
 from graph_trainer.titan.config.load import load_config
@@ -89,6 +96,25 @@ def test_a_rank_needs_what_its_stage_does_and_of_several_at_most_their_sum():
             at_peak = stage.simulation.memory.peak_by_category()
             state = at_peak[Category.PARAMETERS] + at_peak[Category.OPTIMIZER_STATE]
             assert stage.always_bytes >= state > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_received_is_read_and_what_is_sent_stays(schedule):
+    """Also what a rank passes to a stage of its own: of each tensor that is sent or received, only
+    those that were sent are there in the end, and never fewer than none."""
+    plan = planned(schedule)
+    for rank in plan.actions:
+        stages = {
+            stage.index: dataclasses.replace(
+                stage, always_bytes=0, microbatch_bytes=0, split_bytes=0, unsharded_bytes=0
+            )
+            for stage in plan.stages_of(rank)
+        }
+        tensors = [num for _, num in moments(plan.actions[rank], stages, len(plan.stages), 1)]
+        kinds = [action.computation_type for action in plan.actions[rank]]
+        sent = kinds.count(ActionKind.SEND_F) + kinds.count(ActionKind.SEND_B)
+        # the last program reads one more, unless it is the second part of a backward
+        assert min(tensors) >= 0 and sent - 1 <= tensors[-1] <= sent + 1
 
 
 def test_what_lives_between_two_parts_of_a_backward_counts():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,34 @@ class Layers(nn.Module):
         return x + self.down(self.norm(self.up(x)).tanh())
 
 
+class Scaled(torch.autograd.Function):
+    """A product whose backward writes in place what the gradient of the weight has read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].clone()
+        of_weight = (gradient * x).sum(0)
+        return gradient.mul_(weight), of_weight
+
+
+class InPlace(nn.Module):
+    """A projection, and a product by Scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(self.up(x), self.weight)
+
+
 def backward_of(module: nn.Module, *, is_first: bool = False) -> JointGraph:
     batch = torch.randn(4, WIDTH)
     if is_first:  # takes tokens, which have no gradient
@@ -55,9 +85,13 @@ def run_parts(split: SplitBackward, values: list[torch.Tensor]) -> list[torch.Te
     return [*results[:count], *gradients]
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_both_parts_compute_what_the_whole_does_and_no_node_twice(is_first: bool) -> None:
-    backward = backward_of(Layers(), is_first=is_first)
+@pytest.mark.parametrize(
+    ("module", "is_first"), [(Layers, False), (Layers, True), (InPlace, False)]
+)
+def test_both_parts_compute_what_the_whole_does_and_no_node_twice(
+    module: type[nn.Module], is_first: bool
+) -> None:
+    backward = backward_of(module(), is_first=is_first)
     code = backward.graph_module.code
     split = split_backward(backward)
     assert backward.graph_module.code == code
