@@ -17,7 +17,6 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
     is_getitem,
-    is_wait,
     storage_roots,
     written_arguments,
 )
@@ -106,8 +105,6 @@ def _needed(backward: JointGraph, gradients: list[fx.Node]) -> dict[fx.Node, Non
         open_nodes += node.all_input_nodes
         for storage in {roots[value] for value in (node, *node.all_input_nodes)} & written:
             open_nodes += touching.pop(storage, [])
-    # an unfinished tensor is not passed on, nor is a tuple
-    for node in ops:
-        if (is_wait(node) or is_getitem(node)) and node.all_input_nodes[0] in needed:
-            needed.add(node)
+    # a graph returns tensors, so that all parts of a tuple are taken with it
+    needed.update(n for n in ops if is_getitem(n) and n.all_input_nodes[0] in needed)
     return {node: None for node in ops if node in needed}

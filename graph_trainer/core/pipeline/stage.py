@@ -106,12 +106,9 @@ class GraphStage(StageBase):
         for graph in graphs:
             check_order_across_ranks(graph, agreement)
         compile_graph = find_backend(backend).compile
-        # parameters may all be gathered elsewhere, and the first stage has no gradient to pass on
-        self._programs = {id(g): compile_graph(g) for g in graphs if g.signature.outputs}
+        self._programs = {id(graph): compile_graph(graph) for graph in graphs}
 
     def _run(self, graph: JointGraph, values: Parts) -> Parts:
-        if not graph.signature.outputs:
-            return []
         return list(run_compiled(self._programs[id(graph)], graph, values))
 
     # --- what a step computes once ------------------------------------------------------------
