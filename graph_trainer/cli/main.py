@@ -107,7 +107,7 @@ def _run(command: str, words: list[str]) -> int:
     _check_cache_folder()
     collect_rarely()
     atexit.register(gc.freeze)  # nor are they looked through as the process ends
-    if command in ("plan", "calibrate", "config") or DRY_RUN in words:
+    if command in ("plan", "search", "calibrate", "config") or DRY_RUN in words:
         import_config_classes()
     return resolve_name(f"graph_trainer.cli.{function}")(words)
 
@@ -216,6 +216,10 @@ _COMMANDS = {
     "plan": (
         "plan_command:main",
         "say what a run will communicate, need and take, without running it",
+    ),
+    "search": (
+        "search_command:main",
+        "find the fastest mesh, policies and batch for some machines",
     ),
     "calibrate": (
         "calibrate_command:main",

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from graph_trainer.cli.command_line import CommandParser, positive
 from graph_trainer.cli.launcher import Launch, prepare
@@ -49,6 +50,7 @@ from graph_trainer.planner.plan_tables import comparison_table, fit_and_speed, r
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.terminal import print_table, progress
+from graph_trainer.planner.training_cost import add_cost_flags, cost_of
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.check import check_config, wanted_ranks, world_size_from_environment
@@ -78,6 +80,7 @@ examples:
   graph-trainer plan --config 8b --world-size 8 --memory-curve --html plan.html
   graph-trainer plan --module graph_trainer.deepseek_v3 --config 16b --world-size 64 \\
       --parallelism.expert_parallel_degree 8 --expert-imbalance 1.0,1.5,2.0
+  graph-trainer plan --config 8b --world-size 128 --tokens 15T --price 2.5
   graph-trainer plan --config 8b --world-size 128 --verify-order
   graph-trainer plan --config 70b --world-size 256 --hardware my_cluster.toml --json plan.json
 """
@@ -132,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
         )
 
     if config.parallelism.pipeline_parallel_degree > 1:
-        return plan_pipeline(config, load, world_size, hardware, files)
+        return plan_pipeline(config, load, world_size, hardware, files, flags)
 
     captures = Captures()
     plan_of = partial(
@@ -178,7 +181,10 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory_curve:
         with progress("memory curve") as say:
             plan = replace(plan, memory_curve=tuple(memory_curve(plan, say, usable_processes())))
-    _print(report_text(readable_report(plan)), files.values())
+    report = readable_report(plan)
+    _print(report_text(report), files.values())
+    if plan.fits:
+        _print_cost(flags, world_size, report, files.values())
     for flag, path in files.items():
         write, _ = _WRITERS[flag.removeprefix("--")]
         with published(path) as file:
@@ -288,6 +294,8 @@ def _check_together(flags: argparse.Namespace) -> None:
         return next((f"--{name.replace('_', '-')}" for name in names if getattr(flags, name)), "")
 
     only_ours = first_flag("save", "verify_order", "memory_curve", "table")
+    if flags.price is not None and flags.tokens is None:
+        raise ConfigError("--price is of a GPU-hour: add --tokens, or leave it out")
     if only_ours and flags.like != GRAPH_TRAINER.name:
         raise ConfigError(
             f"{only_ours} is for runs of graph_trainer, and --like {flags.like} plans another "
@@ -411,6 +419,14 @@ def _compare(
     return 0
 
 
+def _print_cost(
+    flags: argparse.Namespace, world_size: int, report: dict[str, Any], files: Iterable[Path]
+) -> None:
+    cost = cost_of(flags, world_size, report)
+    if cost is not None:
+        _print(Text(f"{cost}."), files)
+
+
 def _print(tables: RenderableType, files: Iterable[Path]) -> None:
     """Print to stdout, or to stderr where one of the files is stdout."""
     stdout_is_a_file = any(path.resolve() == Path("/dev/stdout").resolve() for path in files)
@@ -489,6 +505,7 @@ def _parser() -> CommandParser:
         help="the same for the routing that happened: tokens by step, layer and expert, a file "
         "that training writes with --metrics.save_routing; for other ranks or batches it is scaled",
     )
+    add_cost_flags(parser)
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"
     )

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from rich.text import Text
+
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.planner.fake_rank import check_one_stage
@@ -20,6 +22,7 @@ from graph_trainer.planner.pipeline_report import pipeline_report, pipeline_text
 from graph_trainer.planner.plan import LoadConfig
 from graph_trainer.planner.schedule_trace import write_schedule_trace
 from graph_trainer.planner.terminal import print_table, progress
+from graph_trainer.planner.training_cost import cost_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.files import published
 
@@ -49,12 +52,14 @@ def plan_pipeline(
     world_size: int,
     hardware: Hardware,
     files: Mapping[str, Path],
+    flags: argparse.Namespace,
 ) -> int:
     """Plan all stages and their schedule, print the tables and write the files; return 0.
 
     Args:
         load: loads changed configs for the advice.
         files: by flag.
+        flags: those of `add_cost_flags` are read.
 
     Raises:
         GraphTrainerError: as `make_pipeline_plan`.
@@ -64,7 +69,11 @@ def plan_pipeline(
     with progress("what would help") as say:
         plan = replace(plan, advice=tuple(advise_pipeline(plan, load, say)))
     stdout_is_a_file = Path("/dev/stdout").resolve() in {path.resolve() for path in files.values()}
-    print_table(pipeline_text(pipeline_report(plan)), stderr=stdout_is_a_file)
+    report = pipeline_report(plan)
+    print_table(pipeline_text(report), stderr=stdout_is_a_file)
+    cost = cost_of(flags, world_size, report)
+    if cost is not None and plan.fits:
+        print_table(Text(f"{cost}."), stderr=stdout_is_a_file)
     for flag, path in files.items():
         with published(path) as file:
             _WRITERS[flag](plan, file)

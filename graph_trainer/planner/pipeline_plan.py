@@ -14,18 +14,18 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.pipeline import pass_by_pass
+from graph_trainer.core.pipeline.reduce_once import reduce_once, reduces_once
 from graph_trainer.core.pipeline.simulate_schedule import (
     ScheduleTimeline,
     StageSeconds,
     simulate_schedule,
 )
-from graph_trainer.core.pipeline.split_backward import SplitBackward, split_backward
-from graph_trainer.core.pipeline.stage_graphs import StageGraphs, stage_graphs
+from graph_trainer.core.pipeline.split_backward import split_backward
+from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.core.simulation.collective_costs import send_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import (
     Need,
-    OtherMemory,
     Simulation,
     predicted_memory,
     simulate,
@@ -80,7 +80,8 @@ class StagePlan:
     sent_bytes: int
     """Of the tensor that it passes on, and of the gradient that it gets; 0 of the last stage."""
     always_bytes: int
-    """Parameters, buffers, optimizer state and gradients, which are alive at all times."""
+    """Parameters, buffers, optimizer state and gradients, which are alive at all times; also the
+    sums of gradients that are reduced once."""
     microbatch_bytes: int
     """What is alive of a microbatch between its forward and its backward."""
     split_bytes: int
@@ -404,7 +405,13 @@ class _CapturedStage:
         simulation = simulate(joint, hardware, other)
         state = given_bytes(joint, InputKind.PARAMETER, InputKind.BUFFER)
         graphs = stage_graphs(joint)
-        split = split_backward(graphs.backward)
+        reduction = reduce_once(graphs.backward) if reduces_once(passes) else None
+        backward = reduction.backward if reduction is not None else graphs.backward
+        split = split_backward(backward)
+
+        def seconds(graph: JointGraph) -> float:
+            return simulate(graph, hardware, other).timeline.step_seconds
+
         return StagePlan(
             index=index,
             rank=0,
@@ -412,7 +419,14 @@ class _CapturedStage:
             in_flight=in_flight,
             simulation=simulation,
             need=simulation.need(),
-            seconds=_seconds(graphs, split, hardware, other),
+            seconds=StageSeconds(
+                forward=seconds(graphs.forward),
+                backward=seconds(backward),
+                unshard=seconds(graphs.unshard) if graphs.unshard_reads else 0.0,
+                backward_input=seconds(split.of_input),
+                backward_weight=seconds(split.of_weights),
+                reduce_grad=seconds(reduction.reduce_grad) if reduction is not None else 0.0,
+            ),
             outside_seconds=outside_seconds(simulation, other.optimizer_bytes),
             sent_bytes=given_bytes(joint, InputKind.OUTPUT_GRADIENT),
             always_bytes=state + other.optimizer_bytes + other.accumulated_bytes,
@@ -420,23 +434,6 @@ class _CapturedStage:
             split_bytes=split.kept_bytes(),
             unsharded_bytes=_unsharded_bytes(joint, simulation.memory),
         )
-
-
-def _seconds(
-    graphs: StageGraphs, split: SplitBackward, hardware: Hardware, other: OtherMemory
-) -> StageSeconds:
-    """Simulate the programs of a stage one by one, as they run."""
-
-    def seconds(graph: JointGraph) -> float:
-        return simulate(graph, hardware=hardware, other=other).timeline.step_seconds
-
-    return StageSeconds(
-        forward=seconds(graphs.forward),
-        backward=seconds(graphs.backward),
-        unshard=seconds(graphs.unshard) if graphs.unshard_reads else 0.0,
-        backward_input=seconds(split.of_input),
-        backward_weight=seconds(split.of_weights),
-    )
 
 
 def _microbatch_bytes(joint: JointGraph, memory: Memory) -> int:

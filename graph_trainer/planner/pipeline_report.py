@@ -122,6 +122,7 @@ def _stage(stage: StagePlan) -> dict[str, Any]:
         "backward_input_seconds": stage.seconds.backward_input,
         "backward_weight_seconds": stage.seconds.backward_weight,
         "unshard_seconds": stage.seconds.unshard,
+        "reduce_grad_seconds": stage.seconds.reduce_grad,
         "sent_bytes": stage.sent_bytes,
     }
 

@@ -10,9 +10,9 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.titan.device_memory import available_on_cpu
@@ -89,13 +89,83 @@ def in_processes(
                 results.append(future.result())
                 on_end(item, results[-1])
         except BrokenProcessPool:
-            raise GraphTrainerError(
-                "a process of this command was killed, most likely because memory ran out: run it "
-                "on one core, where it forks no processes (taskset -c 0 graph-trainer ...)"
-            ) from None
+            raise GraphTrainerError(_KILLED) from None
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, the items that have not begun
     return results
+
+
+class Workers(Generic[T, R]):
+    """Processes that apply a function to items which are submitted one by one.
+
+    They are forked at the first item, with everything that this process has loaded, and each keeps
+    what the function keeps. There are as many as cores and memory allow. Items and results are
+    pickled. One process alone computes here.
+
+    Args:
+        processes: the most processes that compute at once.
+    """
+
+    def __init__(self, function: Callable[[T], R], processes: int) -> None:
+        self._function = function
+        self._number = max(1, min(processes, available_on_cpu()[0] // _LEAST_BYTES))
+        self._pool: ProcessPoolExecutor | None = None
+        self._items: dict[Future[R], T] = {}
+
+    def __enter__(self) -> Workers[T, R]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def busy(self) -> int:
+        """Items that were submitted and whose results were not taken."""
+        return len(self._items)
+
+    @property
+    def free(self) -> int:
+        """Processes without an item."""
+        return self._number - self.busy
+
+    def submit(self, item: T) -> None:
+        """Begin with an item."""
+        if self._number == 1:
+            future: Future[R] = Future()
+            future.set_result(self._function(item))
+        else:
+            if self._pool is None:
+                fork = multiprocessing.get_context("fork")
+                self._pool = ProcessPoolExecutor(self._number, fork, _begin, (self._function, ()))
+            with warnings.catch_warnings():
+                # Python warns of a fork beside other threads: those of the libraries are idle.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                future = self._pool.submit(_apply_to, item)
+        self._items[future] = item
+
+    def next(self) -> tuple[T, R]:
+        """Wait for the first result, and return it with its item.
+
+        Raises:
+            Exception: the error of the item.
+            GraphTrainerError: a process was killed.
+        """
+        done, _ = wait(self._items, return_when=FIRST_COMPLETED)
+        future = next(iter(done))
+        try:
+            return self._items.pop(future), future.result()
+        except BrokenProcessPool:
+            raise GraphTrainerError(_KILLED) from None
+
+
+_LEAST_BYTES = 3 << 30
+"""What a process that simulates a large graph needs at least."""
+
+_KILLED = (
+    "a process of this command was killed, most likely because memory ran out: run it on one core, "
+    "where it forks no processes (taskset -c 0 graph-trainer ...)"
+)
 
 
 def _begin(function: Callable[[Any], Any], items: Sequence[Any]) -> None:
@@ -112,6 +182,11 @@ def _apply(place: int) -> Any:
     assert _work is not None
     function, items = _work
     return function(items[place])
+
+
+def _apply_to(item: Any) -> Any:
+    assert _work is not None
+    return _work[0](item)
 
 
 def _peak_bytes() -> int:

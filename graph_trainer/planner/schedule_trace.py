@@ -15,6 +15,7 @@ NAMES = {
     ActionKind.BACKWARD_INPUT: "backward of inputs",
     ActionKind.BACKWARD_WEIGHT: "backward of weights",
     ActionKind.UNSHARD: "unshard",
+    ActionKind.REDUCE_GRAD: "reduce gradients",
 }
 """The names of the programs of a stage."""
 

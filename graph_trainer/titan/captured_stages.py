@@ -20,6 +20,7 @@ from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.report import Report
+from graph_trainer.core.pipeline.reduce_once import reduces_once, unreduced_bytes
 from graph_trainer.core.pipeline.schedule import PipelineStep
 from graph_trainer.core.pipeline.stage import GraphStage
 from graph_trainer.core.runtime.step import Gradients
@@ -212,6 +213,7 @@ class Pipeline:
             group=stage.group,
             data_group=self.stage_group,
             splits_backward=splits,
+            reduces_once=reduces_once(passes),
         )
         self.on_event(
             f"{name}: {report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
@@ -253,11 +255,16 @@ def check_passed_on(index: int, joint: JointGraph, first: PassedOn) -> None:
 
 
 def with_in_flight(passes: PassConfig, microbatches: int) -> PassConfig:
-    """Return the passes of a stage that has so many microbatches in flight at most."""
+    """Return the passes of a stage that has so many microbatches in flight at most, and the sums of
+    their gradients where it reduces these once."""
 
     def other_memory(joint: JointGraph) -> OtherMemory:
         other = passes.other_memory(joint)
-        return other._replace(earlier_microbatches=microbatches - 1)
+        sums = unreduced_bytes(joint) if reduces_once(passes) and joint.signature.backward else 0
+        return other._replace(
+            earlier_microbatches=microbatches - 1,
+            accumulated_bytes=other.accumulated_bytes + sums,
+        )
 
     return replace(passes, other_memory=other_memory)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import graph_trainer as gt
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.pipeline import stage as stage_module
+from graph_trainer.core.pipeline.reduce_once import reduces_once
 from graph_trainer.core.pipeline.schedule import IN_A_V
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -31,6 +32,7 @@ from graph_trainer.titan import captured_stages
 from tests.integration.issued import count_issued
 from tests.integration.matrix import (
     BF16,
+    BITWISE,
     DEEPSEEK_V3,
     FP32,
     VALIDATE,
@@ -81,11 +83,15 @@ _DEGREE = "parallelism.pipeline_parallel_degree"
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 
 
-def pipeline_of(degree: int, schedule: str) -> Flags:
+def pipeline_of(degree: int, schedule: str, *, bitwise: bool = True) -> Flags:
     # clipping would multiply by a norm whose last bits depend on the order of the stages
-    unclipped: Flags = {"training.max_norm": 1e9}
-    return unclipped | {_DEGREE: degree, "parallelism.pipeline_parallel_schedule": schedule}
+    flags: Flags = {"training.max_norm": 1e9}
+    # gradients are reduced in every microbatch, as eager stages and one stage do
+    flags |= BITWISE if bitwise else {}
+    return flags | {_DEGREE: degree, "parallelism.pipeline_parallel_schedule": schedule}
 
+
+REDUCED_ONCE: Flags = pipeline_of(2, "1F1B", bitwise=False) | shard(2) | rows(4) | FP32
 
 PIPELINES = {
     "pp2_fsdp2": Pipeline(
@@ -144,9 +150,10 @@ def loss_of(model: nn.Module, x: torch.Tensor, *, target: torch.Tensor) -> torch
 
 def add(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
     """Add gradients to `.grad`."""
-    for name, parameter in model.named_parameters():
-        before = parameter.grad
-        parameter.grad = gradients[name] if before is None else before + gradients[name]
+    parameters = dict(model.named_parameters())
+    for name, gradient in gradients.items():
+        before = parameters[name].grad
+        parameters[name].grad = gradient if before is None else before + gradient
 
 
 def schedules(folder: Path, _: str) -> dict[str, Any]:
@@ -154,14 +161,17 @@ def schedules(folder: Path, _: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     return {
         "1F1B": pipeline(mesh, "1F1B", (3, 2), "always"),
-        "GPipe": pipeline(mesh, "GPipe", (1, 4), "never"),
+        "GPipe": pipeline(mesh, "GPipe", (1, 4), "never", bitwise=False),
         "Interleaved1F1B": pipeline(mesh, "Interleaved1F1B", (1, 1, 2, 1), "always"),
-        "LoopedBFS": pipeline(mesh, "LoopedBFS", (2, 1, 1, 1), "never"),
+        "LoopedBFS": pipeline(mesh, "LoopedBFS", (2, 1, 1, 1), "never", bitwise=False),
         "InterleavedZeroBubble": pipeline(mesh, "InterleavedZeroBubble", (1, 2, 1, 1), "always"),
         "ZBVZeroBubble": pipeline(mesh, "ZBVZeroBubble", (2, 1, 1, 1), "never"),
         "DualPipeV": pipeline(mesh, "DualPipeV", (1, 1, 1, 2), "always"),
-        "compiled": pipeline(mesh, "ZBVZeroBubble", (1, 1, 1, 1), "always", "inductor"),
+        "compiled": pipeline(
+            mesh, "ZBVZeroBubble", (1, 1, 1, 1), "never", "inductor", bitwise=False
+        ),
         "file": pipeline(mesh, _schedule_file(folder), (1, 2), "always"),
+        "dropout": dropout(mesh),
     }
 
 
@@ -182,12 +192,15 @@ def pipeline(
     blocks: tuple[int, ...],
     policy: str,
     backend: str = "eager",
+    *,
+    bitwise: bool = True,
 ) -> dict[str, Any]:
     """Train one step by a schedule and on one stage, and return what differs.
 
     Args:
         blocks: how many blocks each stage has.
         policy: of resharding parameters.
+        bitwise: False to reduce gradients once, where the policy keeps parameters.
     """
     group, data = mesh["pp"].get_group(), mesh["fsdp"]
     generator = torch.Generator().manual_seed(data.get_local_rank())
@@ -195,7 +208,7 @@ def pipeline(
     torch.manual_seed(0)
     all_blocks = {str(number): Block() for number in range(sum(blocks))}
     one_stage = gt.simple_fsdp(Layers(copy.deepcopy(all_blocks)), data)
-    config = gt.PassConfig(reshard_after_forward=policy, pipeline_parallel=True)
+    config = gt.PassConfig(reshard_after_forward=policy, pipeline_parallel=True, bitwise=bitwise)
     stages, first = [], 0
     for index, count in enumerate(blocks):
         names = [str(number) for number in range(first, first + count)]
@@ -216,6 +229,7 @@ def pipeline(
             group=group,
             data_group=data.get_group(),
             splits_backward="Zero" in schedule or schedule in IN_A_V or schedule.endswith(".csv"),
+            reduces_once=reduces_once(config),
         )
         stages.append(stage)
     step = gt.PipelineStep(stages, schedule, MICROBATCHES, add)
@@ -244,8 +258,47 @@ def pipeline(
         "is_last": is_last,
         "gathers": issued.get(f"{BACKEND}:all_gather", 0),
         "reductions": issued.get(f"{BACKEND}:reduce_scatter", 0),
-        "stages": len(stages),
+        "parameters": sum(1 for stage in stages for _ in stage.submod.parameters()),
     }
+
+
+class Dropping(nn.Module):
+    """A block whose result is dropped in part."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = self.dropout(self.block(x))
+        return dropped
+
+
+def dropout(mesh: DeviceMesh) -> list[str]:
+    """Train a step of two stages that draw, and return which gradients are not those of eager
+    blocks that draw in the same order: a rank draws for its stage, microbatch by microbatch."""
+    data, index = mesh["fsdp"], mesh["pp"].get_local_rank()
+    generator = torch.Generator().manual_seed(data.get_local_rank())
+    batches = [torch.randn(2, 3, WIDTH, generator=generator) for _ in range(MICROBATCHES)]
+    torch.manual_seed(0)
+    blocks = [Block(), Block()]
+    part = gt.simple_fsdp(Dropping(copy.deepcopy(blocks[index])), data)
+    kwargs = {"target": batches[0][1]} if index else {}
+    joint = gt.capture_stage(*(part, (batches[0][0],), kwargs), loss_fn=loss_of if index else None)
+    stage = gt.GraphStage(*(joint, part), index=index, num_stages=2, group=mesh["pp"].get_group())
+    step = gt.PipelineStep([stage], "GPipe", MICROBATCHES, add)
+    torch.manual_seed(1 + index)
+    step([(x,) for x, _ in batches], [{"target": y} for _, y in batches])
+    eager = [gt.simple_fsdp(Dropping(block), data) for block in blocks]
+    values = [x for x, _ in batches]
+    for seed, block in enumerate(eager, start=1):
+        torch.manual_seed(seed)
+        values = [block(value) for value in values]
+    for value, (_, y) in zip(values, batches, strict=True):
+        (value - y).square().mean().backward()
+    pairs = zip(part.named_parameters(), eager[index].parameters(), strict=True)
+    return [n for (n, p), q in pairs if not torch.equal(local(p.grad), local(q.grad))]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -346,12 +399,13 @@ def checkpoints(folder: Path, _: str) -> dict[str, Any]:
         "checkpoint.last_save_in_hf": True,
         "training.steps": 4,
     }
-    whole = Recorded(flags | pipeline_of(2, "1F1B") | shard(2) | rows(4), home)
-    for step in range(4):
-        if step == 2:
-            whole.trainer.checkpointer.save(2)
-        whole.step()
-    result: dict[str, Any] = {"losses": whole.global_losses()[2:]}
+    whole = Recorded(flags | REDUCED_ONCE, home)
+    with predicted_peaks() as peaks:
+        for step in range(4):
+            if step == 2:
+                whole.trainer.checkpointer.save(2)
+            whole.step()
+    result: dict[str, Any] = {"losses": whole.global_losses()[2:], "predicted": peaks}
     whole.trainer.checkpointer.save(5, last_step=True)
     whole.close()
     unclipped: Flags = {"training.max_norm": 1e9}

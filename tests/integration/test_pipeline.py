@@ -12,7 +12,7 @@ from graph_trainer.planner.pipeline_plan import make_pipeline_plan
 from graph_trainer.titan.config.load import load_config
 from tests.integration.launches import Job, Launches
 from tests.integration.matrix import COMMON, TOLERANCE, arguments
-from tests.integration.pipeline_cases import MICROBATCHES, PIPELINES
+from tests.integration.pipeline_cases import MICROBATCHES, PIPELINES, REDUCED_ONCE, Pipeline
 from tests.layers import with_few_layers
 
 SCHEDULES = Job(4, "pipeline_cases:schedules:")
@@ -30,13 +30,15 @@ def jobs(params: dict[str, Any]) -> list[Job]:
 
 
 def train(name: str) -> Job:
+    if name == "reduced_once":
+        return CHECKPOINTS
     case = PIPELINES[name]
     one_stage = Job(case.ranks // case.degree, f"pipeline_cases:one_stage:{name}")
     after = (one_stage,) if case.beside_one_stage else ()
     return Job(case.ranks, f"pipeline_cases:train:{name}", after)
 
 
-IN_ORDER = ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+IN_ORDER = ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
 
 
 @pytest.mark.parametrize("schedule", [*IN_ORDER, "DualPipeV", "file"])
@@ -78,15 +80,14 @@ def test_stages_have_all_parameters_between_them(launches: Launches, name: str) 
     assert len(found) == len(set(found)) > 10
 
 
-@pytest.mark.parametrize("name", ["pp2_fsdp2", "pp2_cp2_interleaved"])
+@pytest.mark.parametrize("name", ["reduced_once", "pp2_cp2_interleaved"])
 def test_a_plan_predicts_the_peak_that_training_does(launches: Launches, name: str) -> None:
-    """Of each stage, with its microbatches in flight."""
-    case = PIPELINES[name]
+    """Of each stage, with its microbatches in flight and the sums of their gradients."""
+    case = Pipeline(4, REDUCED_ONCE) if name == "reduced_once" else PIPELINES[name]
     config = load_config(arguments(COMMON | case.flags), world_size=case.ranks)
     with_few_layers(config)
     plan = make_pipeline_plan(config, case.ranks, load_hardware("cpu"))
-    of_stage = case.ranks // case.degree
-    for rank, trained in enumerate(launches(train(name))[::of_stage]):
+    for rank, trained in enumerate(launches(train(name))[:: case.ranks // case.degree]):
         planned = [
             [stage.peak_bytes, lifetimes(stage.simulation.joint).peak_bytes]
             for stage in plan.stages_of(rank)
@@ -105,13 +106,21 @@ def test_checkpoints_go_on_with_other_stages(launches: Launches) -> None:
         assert rank["error"] < 1e-4
 
 
-def test_parameters_that_are_kept_are_gathered_once_a_step(launches: Launches) -> None:
-    """GPipe keeps them ("never"): 6 microbatches reduce their gradients, and gather nothing again.
-    1F1B gathers them before forward and before backward of each ("always")."""
+def test_what_is_kept_is_gathered_and_reduced_once_a_step(launches: Launches) -> None:
+    """GPipe keeps parameters ("never"), and ZBVZeroBubble too, but is bitwise, where each gradient
+    is reduced by itself. 1F1B gathers in forward and in backward of all microbatches ("always")."""
     for rank in launches(SCHEDULES):
-        kept, freed = rank["GPipe"], rank["1F1B"]
-        assert kept["reductions"] == MICROBATCHES * kept["gathers"] > 0
-        assert freed["gathers"] == 2 * freed["reductions"] > 0
+        once, kept, freed = rank["GPipe"], rank["ZBVZeroBubble"], rank["1F1B"]
+        assert 0 < once["reductions"] == once["gathers"] <= once["parameters"]
+        assert 0 < kept["gathers"] <= kept["parameters"]
+        assert kept["reductions"] == MICROBATCHES * kept["parameters"]
+        assert freed["reductions"] == MICROBATCHES * freed["parameters"]
+        assert freed["gathers"] >= 2 * MICROBATCHES
+        assert freed["gathers"] % (2 * MICROBATCHES) == 0
+
+
+def test_a_rank_draws_stage_by_stage_and_microbatch_by_microbatch(launches: Launches) -> None:
+    assert [rank["dropout"] for rank in launches(SCHEDULES)] == [[]] * 4
 
 
 @pytest.mark.parametrize("what", FAILS)
@@ -130,9 +139,11 @@ def test_compiled_stages_train_alike(launches: Launches) -> None:
         assert rank["compiled"]["error"] < TOLERANCE["float32"]
 
 
-def test_another_order_of_microbatches_adds_up_to_the_same(launches: Launches) -> None:
-    """LoopedBFS runs the backward of the last microbatch first."""
+@pytest.mark.parametrize("schedule", ["GPipe", "LoopedBFS"])
+def test_another_order_adds_up_to_the_same(launches: Launches, schedule: str) -> None:
+    """Of ranks and microbatches, where gradients are reduced once. LoopedBFS also runs the backward
+    of the last microbatch first."""
     for rank in launches(SCHEDULES):
-        result = rank["LoopedBFS"]
+        result = rank[schedule]
         assert "loss" not in result["differing"]
         assert result["error"] < TOLERANCE["float32"]

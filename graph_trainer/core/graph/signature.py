@@ -20,6 +20,8 @@ class InputKind(StrEnum):
     """A value that the forward half of a partitioned graph returned."""
     OUTPUT_GRADIENT = "output_gradient"
     """The gradient of the loss, or of an output of forward."""
+    ACCUMULATED = "accumulated"
+    """What the microbatches of a pipeline have added up of a gradient that is not reduced yet."""
 
 
 class OutputKind(StrEnum):

@@ -42,9 +42,9 @@ IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 class PipelineStep:
     """Runs forward and backward of all microbatches on the stages of this rank.
 
-    Stages that were captured without backward run forward alone. Gradients are reduced
-    once a microbatch, as each stage's graph does. Parameters that a stage keeps from forward to
-    backward are gathered once for all microbatches, others in each.
+    Stages that were captured without backward run forward alone. Parameters that a stage keeps from
+    forward to backward are gathered once for all microbatches, others in each. Gradients are
+    reduced once by stages with `reduces_once`, by others in each microbatch.
 
     A schedule that overlaps the forward of one microbatch with the backward of another (DualPipeV)
     runs the one after the other.
@@ -55,8 +55,8 @@ class PipelineStep:
         schedule: the name of a schedule of torch.distributed.pipelining, one of SCHEDULES, or the
             path of a CSV file with the actions of one. "1F1B" and "GPipe" have one stage a rank.
         num_microbatches: of a step.
-        on_gradients: called with a module and the gradients of a microbatch, by FQN; not used
-            without backward.
+        on_gradients: called with a module and gradients by FQN, those of a microbatch or those that
+            are reduced once, which are to be added up; not used without backward.
 
     Raises:
         ConfigError: no schedule that graphs run, or stages whose backward is not split.
@@ -95,6 +95,7 @@ class PipelineStep:
         run(ActionKind.BACKWARD_INPUT, self._backward_input)
         run(ActionKind.BACKWARD_WEIGHT, self._backward_weight)
         run(ActionKind.OVERLAP_F_B, self._forward_then_backward)
+        run(ActionKind.REDUCE_GRAD, self._reduce_grad)
 
     def __call__(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[Mapping[str, Any]]
@@ -136,6 +137,10 @@ class PipelineStep:
     def _backward_weight(self, action: Action, ctx: Any) -> None:
         stage = self._stages[action.stage_index]
         self._end_backward(stage, stage.backward_weight(microbatch_of(action)))
+
+    def _reduce_grad(self, action: Action, ctx: Any) -> None:
+        stage = self._stages[action.stage_index]
+        self._end_backward(stage, stage.reduce_grad())
 
     def _forward_then_backward(self, action: Action, ctx: Any) -> None:
         assert action.sub_actions is not None

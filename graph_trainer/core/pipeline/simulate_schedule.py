@@ -31,6 +31,8 @@ class StageSeconds(NamedTuple):
     """The gradient of what the stage received, of one microbatch."""
     backward_weight: float = 0.0
     """The gradients of its parameters, after that."""
+    reduce_grad: float = 0.0
+    """The reductions of gradients that all microbatches share."""
 
 
 class Span(NamedTuple):
@@ -40,9 +42,9 @@ class Span(NamedTuple):
     """Of the pipeline."""
     stage: int
     kind: ActionKind
-    """FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT or UNSHARD."""
+    """FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UNSHARD or REDUCE_GRAD."""
     microbatch: int | None
-    """None of UNSHARD."""
+    """None of UNSHARD and REDUCE_GRAD."""
     start: float
     """Seconds after the beginning of the schedule."""
     seconds: float
@@ -189,8 +191,10 @@ class _Simulation:
                 source = self._source(action)
                 assert source is not None
                 self._post(source, "receive", now)
-            elif kind is ActionKind.UNSHARD:
-                duration = self._seconds[stage].unshard
+            elif kind in (ActionKind.UNSHARD, ActionKind.REDUCE_GRAD):
+                of_stage = self._seconds[stage]
+                is_unshard = kind is ActionKind.UNSHARD
+                duration = of_stage.unshard if is_unshard else of_stage.reduce_grad
                 if duration:
                     spans.append(Span(rank, stage, kind, None, now, duration, 0.0))
                 now += duration

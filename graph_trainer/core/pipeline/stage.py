@@ -15,6 +15,7 @@ from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import with_stride, wrap
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.pipeline.reduce_once import reduce_once
 from graph_trainer.core.pipeline.split_backward import split_backward
 from graph_trainer.core.pipeline.stage_graphs import stage_graphs
 from graph_trainer.core.runtime.backends.registry import find_backend
@@ -32,7 +33,8 @@ class GraphStage(StageBase):
     What backward reads is kept from the forward of a microbatch to its backward. Sends and receives
     are of the plain tensors that the outputs consist of. A graph without backward is a stage of a
     pipeline that runs forward alone. With `splits_backward` the backward is two programs, for
-    schedules that run them apart: see `split_backward`.
+    schedules that run them apart: see `split_backward`. With `reduces_once` the gradients of
+    microbatches are added up before ranks reduce them: see `reduce_once`.
 
     Args:
         joint: of `capture_stage`, after its passes.
@@ -43,9 +45,10 @@ class GraphStage(StageBase):
         data_group: the ranks that run this stage on other data, whose collectives are compared
             with this rank's, so that all of them make the stage together; None for no others.
         splits_backward: whether `backward_input` and `backward_weight` can be called.
+        reduces_once: whether gradients that ranks reduce are of `reduce_grad` and not of backward.
 
     Raises:
-        PassError: the graph cannot be cut.
+        PassError: the graph cannot be cut, or its gradients cannot be reduced once.
         VerificationError: ranks of `data_group` issue other collectives.
     """
 
@@ -60,15 +63,23 @@ class GraphStage(StageBase):
         group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
         splits_backward: bool = False,
+        reduces_once: bool = False,
     ) -> None:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         super().__init__(module, index, num_stages, device, group)
         self.joint = joint
         self._graphs = stage_graphs(joint) if joint.signature.backward else None
         self._forward_graph = joint if self._graphs is None else self._graphs.forward
+        self._reduction = None
         self._split = None
-        if self._graphs is not None and splits_backward:
-            self._split = split_backward(self._graphs.backward)
+        if self._graphs is not None:
+            self._backward_graph = self._graphs.backward
+            if reduces_once:
+                self._reduction = reduce_once(self._backward_graph)
+            if self._reduction is not None:
+                self._backward_graph = self._reduction.backward
+            if splits_backward:
+                self._split = split_backward(self._backward_graph)
         self._compile(backend, OneRank() if data_group is None else Agreement(data_group))
         self._guard = Guard(joint)
         batch = joint.inputs_of(InputKind.BATCH)
@@ -80,6 +91,7 @@ class GraphStage(StageBase):
         gradients = joint.inputs_of(InputKind.OUTPUT_GRADIENT)
         self._gradients_as = [value_of(node) for _, nodes in gradients for node in nodes]
         self._unsharded: Parts = []
+        self._sums: Parts = []
         # by microbatch
         self._received: dict[int, Parts] = {}
         self._inputs: dict[int, Parts] = {}
@@ -99,9 +111,11 @@ class GraphStage(StageBase):
         if self._graphs is not None:
             graphs.append(self._graphs.unshard)
             if self._split is None:
-                graphs.append(self._graphs.backward)
+                graphs.append(self._backward_graph)
             else:
                 graphs += [self._split.of_input, self._split.of_weights]
+            if self._reduction is not None:
+                graphs.append(self._reduction.reduce_grad)
         # all exchanges first: a rank that fails to compile then leaves none waiting in one of them
         for graph in graphs:
             check_order_across_ranks(graph, agreement)
@@ -135,6 +149,14 @@ class GraphStage(StageBase):
     def reshard(self) -> None:
         """Free what `unshard` has gathered."""
         self._unsharded = []
+
+    def reduce_grad(self) -> Gradients:
+        """Return the gradients that ranks reduce, after the backward of all microbatches; empty
+        where backward reduces them."""
+        if self._reduction is None:
+            return {}
+        graph, sums, self._sums = self._reduction.reduce_grad, self._sums, []
+        return self._gradients(None, graph, self._run(graph, sums))
 
     # --- what a microbatch computes ----------------------------------------------------------
 
@@ -170,12 +192,13 @@ class GraphStage(StageBase):
         return None
 
     def backward(self, microbatch: int) -> Gradients:
-        """Run the backward of a microbatch, and return the gradients of the parameters."""
+        """Run the backward of a microbatch, and return the gradients of the parameters, but those
+        of `reduce_grad`."""
         assert self._graphs is not None, "the stage was captured without backward"
         if self._split is not None:
             self.backward_input(microbatch)
             return self.backward_weight(microbatch)
-        graph = self._graphs.backward
+        graph = self._backward_graph
         return self._gradients(microbatch, graph, self._run(graph, self._take(microbatch)))
 
     def backward_input(self, microbatch: int) -> None:
@@ -191,7 +214,8 @@ class GraphStage(StageBase):
         self._of_weights[microbatch] = of_weights + results[split:]
 
     def backward_weight(self, microbatch: int) -> Gradients:
-        """Return the gradients of the parameters, after `backward_input`."""
+        """Return the gradients of the parameters, but those of `reduce_grad`, after
+        `backward_input`."""
         assert self._split is not None
         graph = self._split.of_weights
         results = self._run(graph, self._of_weights.pop(microbatch))
@@ -209,15 +233,17 @@ class GraphStage(StageBase):
             values.append(torch.ones(loss.shape, dtype=loss.dtype, device=self.device))
         else:
             values += _as(self._gradients_as, self._output_gradients.pop(microbatch))
-        return values
+        if self._reduction is not None and not self._sums:
+            self._sums = self._reduction.zeros(self.device)
+        return values + self._sums
 
-    def _gradients(self, microbatch: int, graph: JointGraph, results: Parts) -> Gradients:
-        """Return the gradients of parameters, and keep those of what was received."""
+    def _gradients(self, microbatch: int | None, graph: JointGraph, results: Parts) -> Gradients:
+        """Return the gradients of parameters, and keep those of what a microbatch received."""
         gradients: Gradients = {}
         for spec, parts in with_parts(graph.signature.outputs, results):
             if spec.kind is OutputKind.GRADIENT:
                 gradients[spec.name] = output_tensor(spec, parts)
-            elif not self.is_first:
+            elif microbatch is not None and not self.is_first:
                 self._input_gradients.setdefault(microbatch, []).extend(parts)
         return gradients
 
@@ -261,9 +287,7 @@ class GraphStage(StageBase):
         self._input_gradients.clear()
         self._of_weights.clear()
         self._unsharded.clear()
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Do nothing: the graph reduces gradients."""
+        self._sums.clear()
 
     def _operations(self, op: Any, tensors: Parts, stage: int) -> list[dist.P2POp]:
         peer = self._resolve_peer_global_rank(stage)

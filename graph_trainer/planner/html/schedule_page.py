@@ -59,7 +59,7 @@ def write_schedule_page(plan: PipelinePlan, file: IO[str]) -> None:
             "row": _ROW,
             "height": _ROW * plan.num_ranks,
             "boxes": boxes(plan),
-            "unshards": any(stage.seconds.unshard for stage in plan.stages),
+            "shared": any(s.seconds.unshard or s.seconds.reduce_grad for s in plan.stages),
             "several": len(plan.stages) > plan.num_ranks,
         },
     )

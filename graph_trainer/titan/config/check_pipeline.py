@@ -11,7 +11,7 @@ from graph_trainer.core.torch_private_pipelining import check_csv, is_csv
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.config.remedies import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.sources import CONFIGURED, Problem
+from graph_trainer.titan.config.sources import Problem
 from graph_trainer.titan.routing import SAVE_ROUTING
 
 DEGREE = "parallelism.pipeline_parallel_degree"
@@ -31,9 +31,17 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if of_model is not None:
         yield Problem(DEGREE, f"{model} {of_model}", "Set it to 1, or train another model.")
         return
+    schedule = parallelism.pipeline_parallel_schedule
     is_budget = isinstance(config.activation_checkpoint, BudgetAC.Config)
+    if is_budget and schedule in SCHEDULES and schedule not in ONE_STAGE:
+        yield Problem(
+            "activation_checkpoint.type",
+            f"each stage has a budget, and {schedule} has several stages on a rank",
+            f'Set it to "full", or {_SCHEDULE} = "1F1B".',
+            (_SCHEDULE, DEGREE),
+            "budget",
+        )
     unsupported = (
-        ("activation_checkpoint.type", is_budget, "full"),
         (
             "parallelism.fsdp_reshard_after_forward",
             parallelism.fsdp_reshard_after_forward == "auto",
@@ -46,9 +54,7 @@ def pipeline_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         if is_set:
             problem = f"not supported with {DEGREE} = {parallelism.pipeline_parallel_degree}"
             remedy = f"Set {key} = {show(wanted)}." if wanted is not None else "Leave it out."
-            value = "budget" if key == "activation_checkpoint.type" else CONFIGURED
-            yield Problem(key, problem, remedy, (DEGREE,), value)
-    schedule = parallelism.pipeline_parallel_schedule
+            yield Problem(key, problem, remedy, (DEGREE,))
     if schedule not in SCHEDULES:
         names = ", ".join(show(name) for name in SCHEDULES)
         yield Problem(_SCHEDULE, "no schedule that graph_trainer runs", f"Set one of {names}.")

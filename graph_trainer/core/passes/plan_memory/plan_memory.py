@@ -222,12 +222,14 @@ class _Planner:
         """Return the largest number of steps that is within a limit; None where none is.
 
         More may be kept in less memory, where less is then computed again at once. But a byte that
-        is not kept saves a byte at most, up to a page of the allocator: so the search comes down
-        from all steps, by no more than the limit lacks, and passes no number by that is within it.
+        is not kept saves a byte at most, up to a page of the allocator, in each microbatch that is
+        in flight: so the search comes down from all steps, by no more than the limit lacks, and
+        passes no number by that is within it.
         Where the peak does not depend on what is kept that takes long, so every fourth guess halves
         what is left.
         """
         kept = [self._bytes[number] for number in self._places]
+        in_flight = 1 + self._context.settings.other_memory(self._joint).earlier_microbatches
         low, high, wanted = -1, len(kept), kept[-1]
         for guesses in itertools.count(1):
             halves = guesses % 4 == 0
@@ -235,7 +237,7 @@ class _Planner:
             middle = min(max(middle, low + 1), high - 1)
             needs = needed(self._places[middle])
             if needs > limit:
-                high, wanted = middle, kept[middle] + limit - needs
+                high, wanted = middle, kept[middle] + (limit - needs) // in_flight
             else:
                 low = middle
             if high - low == 1 or low == middle and not halves:

@@ -1,0 +1,228 @@
+"""What a search found, as a document and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import RenderableType, group
+from rich.text import Text
+
+from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
+from graph_trainer.planner.figures import model_name
+from graph_trainer.planner.measures import measure
+from graph_trainer.planner.plan import versions
+from graph_trainer.planner.plan_tables import Column, make_table, tokens_range
+from graph_trainer.planner.search.parts import limited_by
+from graph_trainer.planner.search.search import RULES, Found
+from graph_trainer.planner.search.space import (
+    CONTEXT,
+    EXPERT,
+    OFFLOAD,
+    PIPELINE,
+    REPLICATE,
+    ROWS,
+    SCHEDULE,
+    SHARD,
+    TENSOR,
+    Space,
+)
+from graph_trainer.planner.training_cost import significant
+from graph_trainer.titan.config.write_toml import config_to_toml
+
+SCHEMA = "graph_trainer.search/1"
+"""Of the JSON document of a search: bytes and seconds."""
+
+_SHOWN = 12
+"""Rows of the table."""
+_RANGE = 7
+"""The column that is left out first where there is no room."""
+_SPEED = "tokens_per_second_per_gpu"
+
+
+def search_report(found: Found, space: Space, hardware: Hardware, allowed: int) -> dict[str, Any]:
+    """Make the document of a search.
+
+    Args:
+        allowed: the bytes that a step may need.
+    """
+    return {
+        "schema": SCHEMA,
+        "versions": versions(),
+        "config": config_to_toml(space.config),
+        "model": model_name(space.config),
+        "hardware": asdict(hardware),
+        "world_size": space.world_size,
+        "global_batch_size": space.global_rows,
+        "fixed": {key: list(values) for key, values in space.fixed.items()},
+        "allowed_bytes": allowed,
+        "runs": found.total,
+        "left_out": {rule: found.left_out[rule] for rule in RULES},
+        "estimated": found.estimated,
+        "estimate_errors": found.errors,
+        "bound_tokens_per_second_per_gpu": found.bound_tokens,
+        "seconds": found.seconds,
+        "complete": found.is_complete,
+        "rows": [asdict(row.outcome) | {"parts": row.parts} for row in found.rows],
+        "front": _front(found),
+    }
+
+
+def _front(found: Found) -> list[int]:
+    """Return the numbers of the rows than which none that fits is both faster and smaller."""
+    outcomes = [row.outcome for row in found.rows]
+    speeds = [outcome.tokens_per_second_per_gpu for outcome in outcomes]
+    front, best = [], 0.0
+    for number in sorted(
+        (n for n, outcome in enumerate(outcomes) if outcome.fits),
+        key=lambda n: (outcomes[n].needed_bytes, -speeds[n]),
+    ):
+        if speeds[number] > best:
+            best = speeds[number]
+            front.append(number)
+    return front
+
+
+def run_text(change: Mapping[str, str]) -> str:
+    """Format the mesh of a run."""
+    degrees = {
+        "replicate": change[REPLICATE],
+        "fsdp": change[SHARD],
+        "pp": change[PIPELINE],
+        "cp": change[CONTEXT],
+        "tp": change[TENSOR],
+        "ep": change[EXPERT],
+    }
+    mesh = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree != "1")
+    schedule = f", {change[SCHEDULE]}" if SCHEDULE in change else ""
+    return (mesh or "one rank") + schedule
+
+
+def policy_text(change: Mapping[str, str]) -> str:
+    """Format what a run keeps: activations and parameters."""
+    offload = " + offload" if change.get(OFFLOAD) == "true" else ""
+    reshard = "" if change[RESHARD] == "default" else f", {change[RESHARD]}"
+    return f"{change[POLICY]}{offload}{reshard}"
+
+
+@group()
+def search_text(report: dict[str, Any], flags: str) -> Iterator[RenderableType]:
+    """Make the table, and what follows from it.
+
+    Args:
+        flags: the words of the command line that name the config.
+    """
+    rows = report["rows"]
+    shown = [row for row in rows if not row["error"]][:_SHOWN]
+    most = measure("bytes", [report["allowed_bytes"]], significant=3).text(report["allowed_bytes"])
+    fit = [row for row in rows if row["fits"]]
+    yield Text(
+        f"{report['model']} on {report['world_size']:,} ranks of {report['hardware']['name']}: "
+        f"{len(rows)} of {report['runs']:,} runs simulated, {len(fit)} of these fit",
+        style="bold",
+    )
+    if shown:
+        table = make_table(
+            f"The fastest first; those fit that need at most {most}",
+            ("fits", "text", ["yes" if row["fits"] else "NO" for row in shown]),
+            ("mesh", "name", [run_text(row["config"]) for row in shown]),
+            ("rows", "text", [row["config"][ROWS] for row in shown]),
+            ("keeps", "name", [policy_text(row["config"]) for row in shown]),
+            ("needs", "bytes", [row["needed_bytes"] for row in shown]),
+            ("step", "seconds", [row["step_seconds"] for row in shown]),
+            ("tok/s/GPU", "count", [row[_SPEED] for row in shown]),
+            ("range", "text", [tokens_range(row[f"{_SPEED}_range"]) for row in shown]),
+            *_training(shown),
+        )
+        table.optional = ((table.columns[_RANGE],),)
+        yield table
+    yield Text(_how_sure(report, fit))
+    for rule, count in report["left_out"].items():
+        if count:
+            yield Text(f"- {count:,} not simulated: {RULES[rule]}")
+    if len(fit) > 1:
+        yield Text("\n" + _why(*fit[:2]))
+    if fit:
+        yield Text("\n" + "\n".join(commands(fit[0]["config"], report, flags)))
+
+
+def _training(rows: list[dict[str, Any]]) -> Iterator[Column]:
+    """Make columns of the days of a training and of its cost, where these were asked for."""
+    for key in ("days", "cost"):
+        numbers = [(row["training"] or {}).get(key) for row in rows]
+        if any(number is not None for number in numbers):
+            yield key, "text", ["" if n is None else significant(n) for n in numbers]
+
+
+def commands(change: Mapping[str, str], report: dict[str, Any], flags: str) -> list[str]:
+    """Return the commands that plan and train a run."""
+    words, size = " ".join(flags_of(change)), report["world_size"]
+    on = f"--world-size {size} --hardware {report['hardware']['name']}"
+    return [f"graph-trainer plan {flags} {on} {words}", f"graph-trainer train {flags} {words}"]
+
+
+def _why(best: dict[str, Any], other: dict[str, Any]) -> str:
+    """Say in a sentence why a run is faster than another one, by what their steps consist of."""
+    speeds = [row[_SPEED] for row in (best, other)]
+    gain = speeds[0] / speeds[1] - 1
+    # seconds a token, of which a step has as many as its speed and its seconds say
+    tokens = [s * row["step_seconds"] for s, row in zip(speeds, (best, other), strict=True)]
+    saved = {
+        name: other["parts"].get(name, 0.0) / tokens[1] - best["parts"].get(name, 0.0) / tokens[0]
+        for name in best["parts"] | other["parts"]
+    }
+    most = max(saved, key=saved.__getitem__)
+    part = saved[most] * speeds[1]
+    text = (
+        f"{run_text(best['config'])} (rows {best['config'][ROWS]}, {policy_text(best['config'])}) "
+        f"is {gain:.1%} faster than {run_text(other['config'])} (rows {other['config'][ROWS]}, "
+        f"{policy_text(other['config'])}): {most} takes {part:.1%} of the step less."
+    )
+    band = best["band"]
+    if band is not None and gain < band["high"] / band["low"] - 1:
+        text += " Measured runs differ by more than that from their plans: time both."
+    return text
+
+
+def _how_sure(report: dict[str, Any], fit: list[dict[str, Any]]) -> str:
+    """Say how far the best is from what no run exceeds, and how far estimates were off."""
+    if not fit:
+        return "Nothing that was simulated fits." + _nearest(report)
+    best, bound = fit[0][_SPEED], report["bound_tokens_per_second_per_gpu"]
+    text = (
+        f"The best has {best:,.0f} tokens/s/GPU, limited by: {limited_by(fit[0]['parts'])}. By its "
+        f"products or links alone, no run exceeds {bound:,.0f} in the simulator, "
+        f"{bound / best:.2f} times as many."
+    )
+    if errors := report["estimate_errors"]:
+        text += f" Simulated speeds were {min(errors):.2f} to {max(errors):.2f} of their estimates."
+    return text
+
+
+def _nearest(report: dict[str, Any]) -> str:
+    """Say what came nearest to fitting, and what it lacks."""
+    rows = [row for row in report["rows"] if not row["error"]]
+    if not rows:
+        return ""
+    least = min(rows, key=lambda row: row["needed_bytes"])
+    missing = least["needed_bytes"] - report["allowed_bytes"]
+    lacks = measure("bytes", [missing], significant=3).text(missing)
+    return (
+        f" Nearest is {run_text(least['config'])}, rows {least['config'][ROWS]}, "
+        f"{policy_text(least['config'])}, which lacks {lacks}: search with more ranks, or with a "
+        "shorter sequence."
+    )
+
+
+def page_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of a comparison, of which a page is made, with a few words a run."""
+    rows = []
+    for row in report["rows"]:
+        change = row["config"]
+        words = {"mesh": run_text(change), "rows": change[ROWS], "keeps": policy_text(change)}
+        if row["parts"]:
+            words["limited by"] = limited_by(row["parts"])
+        rows.append(row | {"config": words})
+    return report | {"runtime": "graph_trainer", "rows": rows}
