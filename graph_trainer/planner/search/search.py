@@ -48,8 +48,8 @@ these looks are off."""
 LARGER = {Look.FORMULA: 1.5, Look.SHORT_MODEL: 1.1}
 """A run that looks as if it needed so many times the memory is not looked at again."""
 
-SMALL = 64
-"""Of so few runs all are simulated that estimates do not find too large."""
+SMALL = 24
+"""Of so few runs all are simulated that formulas do not find too large."""
 
 RULES = {
     "divide": "the config's own checks refuse it, such as degrees that do not divide heads",
@@ -244,12 +244,17 @@ class _Queue:
                 continue
             if self._is_slower(entry.what, order):
                 self._found.left_out["slower"] += _count(entry.what)
-            elif isinstance(entry.what, _Family) and entry.what.runs[0].pipeline > 1:
-                for run in entry.what.runs:  # short models have too few layers for its stages
+            elif isinstance(entry.what, _Family) and not self._needs_short_models(entry.what):
+                for run in entry.what.runs:
                     self._estimated(run, self._by_formulas(run))
             else:
                 return entry.what
         return None
+
+    def _needs_short_models(self, family: _Family) -> bool:
+        """Return whether short models tell more: they have too few layers for the stages of a
+        pipeline, and a small space is simulated anyway."""
+        return family.runs[0].pipeline == 1 and self._found.total > SMALL
 
     def _is_slower(self, what: _Family | Candidate, order: float) -> bool:
         if self._found.total <= SMALL:
@@ -262,6 +267,10 @@ class _Queue:
         """Take what a look at a family or a run has found."""
         if isinstance(answer, dict):
             assert isinstance(what, _Family)
+            for run, needs in answer.items():
+                self._found.estimated += 1
+                by_formulas = self._costs.estimate(run).seconds
+                self._corrections[_alike(run)].append(needs.seconds / by_formulas)
             for run in what.runs:
                 self._estimated(run, answer.get(run))
             return
@@ -269,7 +278,7 @@ class _Queue:
         outcome, run = answer.outcome, answer.run
         if outcome.fits:
             self._best = max(self._best, outcome.tokens_per_second_per_gpu)
-        if run.pipeline == 1 and not outcome.error:
+        if not outcome.error and self._found.estimated and run.pipeline == 1:
             estimated = self._speed(run, self._estimates[run])
             self._found.errors.append(outcome.tokens_per_second_per_gpu / estimated)
 
@@ -278,9 +287,6 @@ class _Queue:
         if needs is None:
             self._found.left_out["error"] += 1
             return
-        if run.pipeline == 1:
-            self._found.estimated += 1
-            self._corrections[_alike(run)].append(needs.seconds / self._costs.estimate(run).seconds)
         self._estimates[run] = needs
         if needs.needed_bytes > LARGER[Look.SHORT_MODEL] * self._costs.allowed_bytes:
             self._found.left_out["memory"] += 1

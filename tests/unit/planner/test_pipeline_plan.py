@@ -160,7 +160,7 @@ def test_the_command_writes_what_it_shows(tmp_path, capsys, monkeypatch):
     assert [stage["in_flight"] for stage in report["stages"]] == [4, 4]
     assert report["needed_bytes"] == max(rank["needed_bytes"] for rank in report["ranks"])
     assert f"{report['bubble']:.1%}" in shown and "layers.1, norm, lm_head" in shown
-    assert len(report["spans"]) == 2 * (4 + 4 + 1)
+    assert len(report["spans"]) == 2 * (4 + 4 + 2)  # and a gather and a reduction
     assert [row["fits"] for row in report["advice"]] == [True] * len(report["advice"])
     assert max(map(len, shown.splitlines())) <= 100
 
@@ -181,7 +181,7 @@ def test_the_page_draws_a_row_a_rank_and_runs_no_script():
     write_schedule_page(plan, file)
     page = file.getvalue()
     drawn = boxes(plan)
-    assert page.count("<title>") == 1 + len(drawn) == 1 + 4 * (4 + 4) + 3  # unshards
+    assert page.count("<title>") == 1 + len(drawn) == 1 + 4 * (4 + 4) + 3 + 4  # gathers, reductions
     assert "script-src &#39;none&#39;" in page and "<script>" not in page
     for one, other in itertools.pairwise(drawn):
         assert one.y != other.y or one.x + one.width <= other.x + 0.02
@@ -268,3 +268,51 @@ def test_layers_move_away_from_a_slow_last_stage():
 def test_layers_in_a_row_are_one_name():
     names = ["tok_embeddings", "layers.0", "layers.1", "layers.2", "norm"]
     assert modules_text(names) == "tok_embeddings, layers.0-2, norm"
+
+
+def test_a_budget_counts_the_microbatches_in_flight():
+    """The first stage has two in flight and the last one: the limit holds for both."""
+    long = ("--training.seq_len", "8192")
+    plans = {
+        policy: make_pipeline_plan(
+            configured("1F1B", *long, "--activation_checkpoint.type", policy, *more),
+            *(4, load_hardware("h100-sxm")),
+        )
+        for policy, more in (("none", ()), ("full", ()))
+    }
+    most, least = (plans[policy].stages[0].need.total for policy in ("none", "full"))
+    limit = (most + least) / 2 / 2**30
+    budget = (
+        "--activation_checkpoint.type",
+        "budget",
+        "--compile.memory_limit_gib",
+        f"{limit:.4f}",
+    )
+    plan = make_pipeline_plan(configured("1F1B", *long, *budget), 4, load_hardware("h100-sxm"))
+    first, last = plan.stages
+    assert least < first.need.total <= limit * 2**30 + 1e6
+    assert first.microbatch_bytes < plans["none"].stages[0].microbatch_bytes
+    assert last.microbatch_bytes >= first.microbatch_bytes
+    forward, backward = [plans[policy].stages[0].seconds.backward for policy in ("none", "full")]
+    assert forward <= first.seconds.backward <= backward
+
+
+def test_stages_with_several_a_rank_have_no_budget():
+    budget = ("--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "4")
+    with pytest.raises(ConfigError, match="several stages on a rank"):
+        configured("Interleaved1F1B", *budget)
+
+
+def test_gradients_are_reduced_once_where_parameters_are_kept():
+    once = planned()
+    in_each = make_pipeline_plan(
+        configured("1F1B", "--parallelism.fsdp_reshard_after_forward", "always"),
+        *(4, load_hardware("h100-sxm")),
+    )
+    for stage, other in zip(once.stages, in_each.stages, strict=True):
+        assert stage.seconds.reduce_grad > 0 == other.seconds.reduce_grad
+        # the sums are unsharded: twice the sharded gradients, in float32
+        assert stage.always_bytes > other.always_bytes
+    kinds = Counter(span.kind for span in once.timeline.spans[0])
+    assert kinds[ActionKind.REDUCE_GRAD] == 1
+    assert once.timeline.spans[0][-1].kind is ActionKind.REDUCE_GRAD
