@@ -376,7 +376,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
     )
     ranges, *others = table.columns[-len(mfus) - 2 :]
     table.optional = ((ranges,), *((column,) for column in others[::-1]))
-    table.caption = "\n".join(dict.fromkeys(_factors(row["band"]) for row in rows if row["fits"]))
+    table.caption = "\n".join(dict.fromkeys(factors_of(row["band"]) for row in rows if row["fits"]))
     return table
 
 
@@ -384,7 +384,7 @@ def _range_where_it_fits(row: dict[str, Any]) -> str:
     return tokens_range(row["tokens_per_second_per_gpu_range"]) if row["fits"] else ""
 
 
-def _factors(band: dict[str, Any] | None) -> str:
+def factors_of(band: dict[str, Any] | None) -> str:
     """Say in what range throughput and MFU are expected, as factors of what is shown."""
     if band is None:
         return f"No ranges: {NO_BAND}."

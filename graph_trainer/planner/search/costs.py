@@ -115,12 +115,12 @@ class Costs:
         products = self._products(run, best=False)
         compute = products * (_BESIDE_PRODUCTS + _AGAIN[run.policy])
         compute = (compute + self._of_tensor_parallel(run)) * self._stretch(run)
-        of_fsdp = self._of_fsdp(run) * (1 if run.reshard == "never" or run.pipeline > 1 else 1.4)
+        of_fsdp = self._of_fsdp(run) * (1 if run.keeps_parameters else 1.4)
         seconds = max(compute, of_fsdp) + 0.1 * of_fsdp
         weights_a_row = self.size.product_flops / 6 / self.size.layers / max(1, self.size.width)
         kept = self._kept_tokens(run) * weights_a_row * _KEPT[run.policy]
         unsharded = 0.0
-        if run.reshard == "never" or run.pipeline > 1:
+        if run.keeps_parameters:  # and of a pipeline the sums of their gradients, in float32
             unsharded = sum(self._computed_with(run)) * (3 if run.pipeline > 1 else 1)
         bound = self.bound(run)
         return Needs(
@@ -171,7 +171,9 @@ class Costs:
             sent = reduced * trained * elements
             seconds += self._transfer(_SCATTER, sent, ranks, stride)
             seconds += self._transfer(_REDUCE, sent / ranks, run.replicate, ranks * stride)
-        return seconds * (1 if run.pipeline > 1 else run.repeats)
+        if run.pipeline == 1:
+            return seconds * run.repeats
+        return seconds if run.keeps_parameters else seconds * run.rows
 
     def _computed_with(self, run: Candidate) -> tuple[float, float]:
         """Return the parameters that a rank computes with: dense ones, and those of experts."""

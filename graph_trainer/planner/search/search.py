@@ -57,6 +57,7 @@ RULES = {
     "memory": "an estimate needs more memory than there is",
     "slower": f"slower than the best by an estimate: by {SLOWER[Look.FORMULA]:.0%} by formulas, or "
     f"by {SLOWER[Look.SHORT_MODEL]:.0%} by a short model",
+    "same": "a budget in which nothing is recomputed is that of no policy",
     "error": "they cannot be planned",
     "left": "not looked at closely, as the time was up",
 }
@@ -112,8 +113,8 @@ class _Entry(NamedTuple):
     what: _Family | Candidate
 
 
-_Estimates = dict[Candidate, Needs]
-"""Of the runs of a family that can be planned."""
+_Estimates = dict[Candidate, Needs | None]
+"""Of the runs of a family; None for one that cannot be planned."""
 
 
 def search(
@@ -165,11 +166,13 @@ class _Queue:
         allowed = int(self.limit_gib * GIB)
         self._costs = Costs(space.config, size, hardware, space.world_size, allowed)
         self._best = 0.0
-        self._estimates: _Estimates = {}
+        self._estimates: dict[Candidate, Needs] = {}
         """By short models; of pipelines by formulas."""
         self._corrections: dict[object, list[float]] = defaultdict(list)
-        """Seconds by short models as a part of those by formulas, of runs of which these leave out
-        the same."""
+        """Seconds found as a part of those by formulas, of runs of which these leave out the
+        same."""
+        self._larger: dict[object, list[float]] = defaultdict(list)
+        """The same for the memory of pipelines, which are simulated at once."""
         families: dict[Candidate, list[Candidate]] = defaultdict(list)
         for run in runs:
             bound, about = self._costs.bound(run), self._costs.estimate(run)
@@ -219,8 +222,9 @@ class _Queue:
 
     def _by_formulas(self, run: Candidate) -> Needs:
         """Estimate a run by formulas and by what these were off by for runs like it."""
-        needs, known = self._costs.estimate(run), self._corrections.get(_alike(run))
-        return needs._replace(seconds=needs.seconds * fmean(known)) if known else needs
+        needs, alike = self._costs.estimate(run), _alike(run)
+        slower, larger = (fmean(of.get(alike, (1.0,))) for of in (self._corrections, self._larger))
+        return Needs(needs.seconds * slower, needs.needed_bytes * larger)
 
     @property
     def state(self) -> str:
@@ -244,12 +248,19 @@ class _Queue:
                 continue
             if self._is_slower(entry.what, order):
                 self._found.left_out["slower"] += _count(entry.what)
+            elif isinstance(entry.what, Candidate) and self._is_too_large(entry.what):
+                self._found.left_out["memory"] += 1
             elif isinstance(entry.what, _Family) and not self._needs_short_models(entry.what):
                 for run in entry.what.runs:
                     self._estimated(run, self._by_formulas(run))
             else:
                 return entry.what
         return None
+
+    def _is_too_large(self, run: Candidate) -> bool:
+        """Return whether a run looks too large by now: of pipelines formulas are corrected."""
+        needs = self._by_formulas(run) if run.pipeline > 1 else self._estimates[run]
+        return needs.needed_bytes > LARGER[Look.SHORT_MODEL] * self._costs.allowed_bytes
 
     def _needs_short_models(self, family: _Family) -> bool:
         """Return whether short models tell more: they have too few layers for the stages of a
@@ -268,19 +279,33 @@ class _Queue:
         if isinstance(answer, dict):
             assert isinstance(what, _Family)
             for run, needs in answer.items():
-                self._found.estimated += 1
-                by_formulas = self._costs.estimate(run).seconds
-                self._corrections[_alike(run)].append(needs.seconds / by_formulas)
+                if needs is not None:
+                    self._found.estimated += 1
+                    self._correct(run, needs)
             for run in what.runs:
-                self._estimated(run, answer.get(run))
+                if run in answer:
+                    self._estimated(run, answer[run])
+                else:
+                    self._found.left_out["same"] += 1
             return
         self._found.rows.append(answer)
         outcome, run = answer.outcome, answer.run
         if outcome.fits:
             self._best = max(self._best, outcome.tokens_per_second_per_gpu)
-        if not outcome.error and self._found.estimated and run.pipeline == 1:
+        if outcome.error:
+            return
+        if run.pipeline > 1:
+            self._correct(run, Needs(outcome.step_seconds, outcome.needed_bytes))
+        elif self._found.estimated:
             estimated = self._speed(run, self._estimates[run])
             self._found.errors.append(outcome.tokens_per_second_per_gpu / estimated)
+
+    def _correct(self, run: Candidate, needs: Needs) -> None:
+        """Compare what is known of a run with formulas, for others that are like it."""
+        by_formulas, alike = self._costs.estimate(run), _alike(run)
+        self._corrections[alike].append(needs.seconds / by_formulas.seconds)
+        if run.pipeline > 1:
+            self._larger[alike].append(needs.needed_bytes / by_formulas.needed_bytes)
 
     def _estimated(self, run: Candidate, needs: Needs | None) -> None:
         """Take the estimate of a run, None for one that cannot be planned."""
@@ -288,11 +313,8 @@ class _Queue:
             self._found.left_out["error"] += 1
             return
         self._estimates[run] = needs
-        if needs.needed_bytes > LARGER[Look.SHORT_MODEL] * self._costs.allowed_bytes:
-            self._found.left_out["memory"] += 1
-        else:
-            entry = _Entry(self._order(run), next(self._numbers), run)
-            heapq.heappush(self._queue, entry)
+        entry = _Entry(self._order(run), next(self._numbers), run)
+        heapq.heappush(self._queue, entry)
 
     def end(self, seconds: float) -> Found:
         """Return what has been found.
@@ -321,7 +343,7 @@ def _count(what: _Family | Candidate) -> int:
 
 def _alike(run: Candidate) -> object:
     """Return what runs share of which formulas leave out the same."""
-    return run.tensor, run.expert > 1, run.policy
+    return run.pipeline, run.schedule, run.tensor, run.expert > 1, run.policy
 
 
 class _Planner:
@@ -359,9 +381,14 @@ class _Planner:
         except GraphTrainerError as error:
             return Simulated(run, Outcome(config=change, error=str(error)), {})
 
-    def _estimates(self, family: _Family) -> Iterator[tuple[Candidate, Needs]]:
-        """Yield estimates; a budget's is between that of no policy and that of "full"."""
+    def _estimates(self, family: _Family) -> Iterator[tuple[Candidate, Needs | None]]:
+        """Yield estimates; a budget's is between that of no policy and that of "full".
+
+        A budget in which the run without a policy fits is left out, where that is a run too.
+        """
         by_policy: dict[str, Needs | None] = {}
+        policies = {run.policy for run in family.runs}
+        allowed = int(self._limit_gib * GIB)
 
         def of_policy(policy: str) -> Needs | None:
             if policy not in by_policy:
@@ -374,9 +401,11 @@ class _Planner:
             return by_policy[policy]
 
         for run in family.runs:
-            if run.policy == "budget":
-                none, full = of_policy("none"), of_policy("full")
-                if none is not None and full is not None:
-                    yield run, with_budget(none, full, int(self._limit_gib * GIB))
-            elif (needs := of_policy(run.policy)) is not None:
-                yield run, needs
+            if run.policy != "budget":
+                yield run, of_policy(run.policy)
+                continue
+            none, full = of_policy("none"), of_policy("full")
+            if none is None or full is None:
+                yield run, None
+            elif none.needed_bytes > allowed or "none" not in policies:
+                yield run, with_budget(none, full, allowed)

@@ -14,7 +14,7 @@ from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
 from graph_trainer.planner.figures import model_name
 from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan import versions
-from graph_trainer.planner.plan_tables import Column, make_table, tokens_range
+from graph_trainer.planner.plan_tables import Column, factors_of, make_table
 from graph_trainer.planner.search.parts import limited_by
 from graph_trainer.planner.search.search import RULES, Found
 from graph_trainer.planner.search.space import (
@@ -30,6 +30,7 @@ from graph_trainer.planner.search.space import (
     Space,
 )
 from graph_trainer.planner.training_cost import significant
+from graph_trainer.titan.config.toml_file import parse_toml
 from graph_trainer.titan.config.write_toml import config_to_toml
 
 SCHEMA = "graph_trainer.search/1"
@@ -37,8 +38,6 @@ SCHEMA = "graph_trainer.search/1"
 
 _SHOWN = 12
 """Rows of the table."""
-_RANGE = 7
-"""The column that is left out first where there is no room."""
 _SPEED = "tokens_per_second_per_gpu"
 
 
@@ -133,10 +132,9 @@ def search_text(report: dict[str, Any], flags: str) -> Iterator[RenderableType]:
             ("needs", "bytes", [row["needed_bytes"] for row in shown]),
             ("step", "seconds", [row["step_seconds"] for row in shown]),
             ("tok/s/GPU", "count", [row[_SPEED] for row in shown]),
-            ("range", "text", [tokens_range(row[f"{_SPEED}_range"]) for row in shown]),
             *_training(shown),
         )
-        table.optional = ((table.columns[_RANGE],),)
+        table.caption = "\n".join(dict.fromkeys(factors_of(row["band"]) for row in fit))
         yield table
     yield Text(_how_sure(report, fit))
     for rule, count in report["left_out"].items():
@@ -157,10 +155,19 @@ def _training(rows: list[dict[str, Any]]) -> Iterator[Column]:
 
 
 def commands(change: Mapping[str, str], report: dict[str, Any], flags: str) -> list[str]:
-    """Return the commands that plan and train a run."""
-    words, size = " ".join(flags_of(change)), report["world_size"]
+    """Return the commands that plan and train a run, with what the config has otherwise."""
+    config = parse_toml(report["config"], "config")
+    changed = {key: value for key, value in change.items() if _value(config, key) != value}
+    words, size = " ".join(flags_of(changed)), report["world_size"]
     on = f"--world-size {size} --hardware {report['hardware']['name']}"
     return [f"graph-trainer plan {flags} {on} {words}", f"graph-trainer train {flags} {words}"]
+
+
+def _value(config: dict[str, Any], key: str) -> str:
+    """Return a value of a config as on the command line; of a section that is not there "none"."""
+    section, _, name = key.partition(".")
+    value = config.get(section, {}).get(name, "none")
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _why(best: dict[str, Any], other: dict[str, Any]) -> str:
@@ -220,9 +227,13 @@ def page_of(report: dict[str, Any]) -> dict[str, Any]:
     """Return a document of a comparison, of which a page is made, with a few words a run."""
     rows = []
     for row in report["rows"]:
+        if row["error"]:
+            continue
         change = row["config"]
-        words = {"mesh": run_text(change), "rows": change[ROWS], "keeps": policy_text(change)}
-        if row["parts"]:
-            words["limited by"] = limited_by(row["parts"])
+        words = {
+            "mesh": run_text(change),
+            "batch": f"{change[ROWS]} rows, {policy_text(change)}",
+            "limited by": limited_by(row["parts"]),
+        }
         rows.append(row | {"config": words})
     return report | {"runtime": "graph_trainer", "rows": rows}

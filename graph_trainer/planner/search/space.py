@@ -70,6 +70,12 @@ class Candidate:
         return self.replicate * self.shard
 
     @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters stay unsharded from forward to backward: of a pipeline from the first
+        microbatch to the last."""
+        return self.reshard == "never" or (self.pipeline > 1 and self.reshard == "default")
+
+    @property
     def is_interleaved(self) -> bool:
         """Whether a rank of the pipeline has two stages."""
         return bool(self.schedule) and self.schedule not in ONE_STAGE
@@ -90,7 +96,8 @@ class Candidate:
             RESHARD: self.reshard,
             POLICY: self.policy,
             ROWS: self.rows,
-            GLOBAL_ROWS: self.rows * self.repeats * self.data_parallel,
+            # without accumulation a step has the local batches of all ranks, whatever they are
+            GLOBAL_ROWS: self.rows * self.repeats * self.data_parallel if self.repeats > 1 else -1,
         }
         if self.schedule:
             change[SCHEDULE] = self.schedule
@@ -169,11 +176,13 @@ class Space:
     def _on_mesh(self, mesh: dict[str, int]) -> Iterator[Candidate]:
         schedules = ["1F1B", "Interleaved1F1B"] if mesh["pipeline"] > 1 else [""]
         schedules = self._values(SCHEDULE, schedules) if mesh["pipeline"] > 1 else schedules
-        reshards = self._values(RESHARD, ["default", "never"])
+        # the default of a pipeline is to keep parameters
+        other = "always" if mesh["pipeline"] > 1 else "never"
+        reshards = self._values(RESHARD, ["default", other])
         policies = self._values(POLICY, ["none", "selective", "full", "budget"])
         for schedule, reshard, policy in itertools.product(schedules, reshards, policies):
-            if reshard == "default" and mesh["pipeline"] > 1:  # keeps all, as "never" does
-                continue
+            if policy == "budget" and schedule and schedule not in ONE_STAGE:
+                continue  # stages of one rank would have to share its memory
             offloads = [value == "true" for value in self._values(OFFLOAD, ["false"])]
             for rows, repeats in self._batches(mesh):
                 for offload in offloads if policy == "budget" else [False]:
