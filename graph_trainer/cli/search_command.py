@@ -17,7 +17,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.html.page import write_comparison
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.search.search import search
-from graph_trainer.planner.search.search_report import page_of, search_report, search_text
+from graph_trainer.planner.search.search_report import commands, page_of, search_report, search_text
 from graph_trainer.planner.search.space import VARIED, Space, fixed_values
 from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.planner.training_cost import add_cost_flags, cost_of
@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
     for row in report["rows"]:
         cost = cost_of(flags, space.world_size, row) if row["fits"] else None
         row["training"] = asdict(cost) if cost is not None else None
-    print_table(search_text(report, shlex.join(words)))
+        row["commands"] = commands(row["config"], report, shlex.join(words))
+    print_table(search_text(report))
     for name, path in files.items():
         with published(path) as file:
             if name == "json":

@@ -107,11 +107,11 @@ def policy_text(change: Mapping[str, str]) -> str:
 
 
 @group()
-def search_text(report: dict[str, Any], flags: str) -> Iterator[RenderableType]:
+def search_text(report: dict[str, Any]) -> Iterator[RenderableType]:
     """Make the table, and what follows from it.
 
     Args:
-        flags: the words of the command line that name the config.
+        report: with `commands` and `training` of each row.
     """
     rows = report["rows"]
     shown = [row for row in rows if not row["error"]][:_SHOWN]
@@ -143,7 +143,7 @@ def search_text(report: dict[str, Any], flags: str) -> Iterator[RenderableType]:
     if len(fit) > 1:
         yield Text("\n" + _why(*fit[:2]))
     if fit:
-        yield Text("\n" + "\n".join(commands(fit[0]["config"], report, flags)))
+        yield Text("\n" + "\n".join(fit[0]["commands"]))
 
 
 def _training(rows: list[dict[str, Any]]) -> Iterator[Column]:
@@ -155,7 +155,11 @@ def _training(rows: list[dict[str, Any]]) -> Iterator[Column]:
 
 
 def commands(change: Mapping[str, str], report: dict[str, Any], flags: str) -> list[str]:
-    """Return the commands that plan and train a run, with what the config has otherwise."""
+    """Return the commands that plan and train a run, with what the config has otherwise.
+
+    Args:
+        flags: the words of the command line that name the config.
+    """
     config = parse_toml(report["config"], "config")
     changed = {key: value for key, value in change.items() if _value(config, key) != value}
     words, size = " ".join(flags_of(changed)), report["world_size"]

@@ -178,7 +178,8 @@ class Space:
         schedules = self._values(SCHEDULE, schedules) if mesh["pipeline"] > 1 else schedules
         # the default of a pipeline is to keep parameters
         other = "always" if mesh["pipeline"] > 1 else "never"
-        reshards = self._values(RESHARD, ["default", other])
+        is_sharded = mesh["shard"] * mesh["context"] > 1
+        reshards = self._values(RESHARD, ["default", other] if is_sharded else ["default"])
         policies = self._values(POLICY, ["none", "selective", "full", "budget"])
         for schedule, reshard, policy in itertools.product(schedules, reshards, policies):
             if policy == "budget" and schedule and schedule not in ONE_STAGE:
