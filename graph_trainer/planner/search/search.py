@@ -33,6 +33,7 @@ from graph_trainer.planner.search.parts import parts_of_pipeline, parts_of_step
 from graph_trainer.planner.search.short_models import estimate, with_budget
 from graph_trainer.planner.search.space import Candidate, Space
 from graph_trainer.planner.terminal import OnProgress
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
 class Look(IntEnum):
@@ -137,7 +138,7 @@ def search(
         ConfigError: no run of the space can be configured.
     """
     start = time.monotonic()
-    queue = _Queue(space, load, hardware)
+    queue = _Queue(space, load, hardware, on_progress)
     planner = _Planner(space.world_size, load, hardware, queue.limit_gib)
     with Workers(planner, processes) as workers, contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -156,12 +157,17 @@ def search(
 class _Queue:
     """The runs of a space, in the order in which they are looked at."""
 
-    def __init__(self, space: Space, load: LoadConfig, hardware: Hardware) -> None:
+    def __init__(
+        self, space: Space, load: LoadConfig, hardware: Hardware, on_progress: OnProgress
+    ) -> None:
         self.limit_gib = space.config.compile.memory_limit_gib or hardware.memory_gib
         self._world_size, self._load = space.world_size, load
         self._found = Found()
-        runs = self._that_divide(list(space.candidates()))
-        config = load(flags_of(runs[0].change(self.limit_gib)))
+        self._refusals: dict[Candidate, ConfigError | None] = {}
+        runs = list(space.candidates())
+        self._found.total = len(runs)
+        on_progress(f"{len(runs):,} runs")
+        config = self._first_config(runs)
         size = ModelSize.of(FakeProcess(config, space.world_size, 0, hardware.device))
         allowed = int(self.limit_gib * GIB)
         self._costs = Costs(space.config, size, hardware, space.world_size, allowed)
@@ -190,25 +196,30 @@ class _Queue:
         heapq.heapify(self._queue)
         self._numbers = itertools.count(len(self._queue))
 
-    def _that_divide(self, runs: list[Candidate]) -> list[Candidate]:
-        """Return the runs that the config's checks take; policies are not checked on each mesh."""
-        self._found.total = len(runs)
-        checked: dict[Candidate, ConfigError | None] = {}
-        last: ConfigError | None = None
-        of_mesh = partial(replace, reshard="default", policy="full", offload=False)
-        for run in runs:
-            mesh = of_mesh(run)
-            if mesh not in checked:
-                try:
-                    self._load(flags_of(mesh.change(self.limit_gib)))
-                    checked[mesh] = None
-                except ConfigError as error:
-                    checked[mesh] = last = error
-        kept = [run for run in runs if checked[of_mesh(run)] is None]
-        self._found.left_out["divide"] = len(runs) - len(kept)
-        if not kept:
-            raise ConfigError(f"the search has no run to choose from: {last or 'no degrees fit'}")
-        return kept
+    def _first_config(self, runs: list[Candidate]) -> GraphTrainerConfig:
+        """Return the config of the first run that the config's checks take.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        refusal: ConfigError | None = None
+        for run in dict.fromkeys(map(_checked_for, runs)):
+            refusal = self._refusal(run)
+            if refusal is None:
+                return self._load(flags_of(run.change(self.limit_gib)))
+        why = refusal or f"no degrees multiply to {self._world_size} ranks"
+        raise ConfigError(f"the search has no run to choose from: {why}")
+
+    def _refusal(self, run: Candidate) -> ConfigError | None:
+        """Return why the config's checks refuse a run; None where they do not."""
+        checked = _checked_for(run)
+        if checked not in self._refusals:
+            self._refusals[checked] = None
+            try:
+                self._load(flags_of(checked.change(self.limit_gib)))
+            except ConfigError as error:
+                self._refusals[checked] = error
+        return self._refusals[checked]
 
     def _speed(self, run: Candidate, needs: Needs) -> float:
         """Return tokens a second and GPU."""
@@ -250,6 +261,8 @@ class _Queue:
                 self._found.left_out["slower"] += _count(entry.what)
             elif isinstance(entry.what, Candidate) and self._is_too_large(entry.what):
                 self._found.left_out["memory"] += 1
+            elif isinstance(entry.what, _Family) and self._refusal(entry.what.runs[0]):
+                self._found.left_out["divide"] += _count(entry.what)
             elif isinstance(entry.what, _Family) and not self._needs_short_models(entry.what):
                 for run in entry.what.runs:
                     self._estimated(run, self._by_formulas(run))
@@ -339,6 +352,14 @@ def _best_first(row: Simulated) -> tuple[bool, bool, float, str]:
 
 def _count(what: _Family | Candidate) -> int:
     return len(what.runs) if isinstance(what, _Family) else 1
+
+
+def _checked_for(run: Candidate) -> Candidate:
+    """Return a run that the config's checks take or refuse as they do this one: policies divide
+    nothing, replicas as shards, and local batches only those of a pipeline, its microbatches."""
+    shard = run.replicate * run.shard
+    run = replace(run, replicate=1, shard=shard, reshard="default", policy="full", offload=False)
+    return run if run.pipeline > 1 else replace(run, rows=1, repeats=1)
 
 
 def _alike(run: Candidate) -> object:

@@ -134,7 +134,14 @@ def search_text(report: dict[str, Any]) -> Iterator[RenderableType]:
             ("tok/s/GPU", "count", [row[_SPEED] for row in shown]),
             *_training(shown),
         )
-        table.caption = "\n".join(dict.fromkeys(factors_of(row["band"]) for row in fit))
+        bands = [row["band"] for row in fit if row["band"]]
+        pipelines = any(row["config"][PIPELINE] != "1" for row in fit)
+        captions = []
+        if bands or not pipelines:
+            captions.append(factors_of(bands[0] if bands else None))
+        if pipelines:
+            captions.append("Pipelines have no range: none was compared with a measured run.")
+        table.caption = "\n".join(captions)
         yield table
     yield Text(_how_sure(report, fit))
     for rule, count in report["left_out"].items():

@@ -174,8 +174,9 @@ class Space:
                     yield from self._on_mesh(mesh | {"expert": expert, "pipeline": pp})
 
     def _on_mesh(self, mesh: dict[str, int]) -> Iterator[Candidate]:
-        schedules = ["1F1B", "Interleaved1F1B"] if mesh["pipeline"] > 1 else [""]
-        schedules = self._values(SCHEDULE, schedules) if mesh["pipeline"] > 1 else schedules
+        schedules = [""]
+        if mesh["pipeline"] > 1:
+            schedules = self._values(SCHEDULE, ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
         # the default of a pipeline is to keep parameters
         other = "always" if mesh["pipeline"] > 1 else "never"
         is_sharded = mesh["shard"] * mesh["context"] > 1
