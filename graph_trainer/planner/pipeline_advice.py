@@ -74,7 +74,7 @@ def advise_pipeline(plan: PipelinePlan, load: LoadConfig, on_progress: OnProgres
         except GraphTrainerError as error:
             on_progress(f"cannot be planned: {error}")
             continue
-        outcomes.append(_outcome(change, changed))
+        outcomes.append(outcome_of_pipeline(change, changed))
     helpful = [outcome for outcome in outcomes if _helps(plan, outcome)]
     return sorted(helpful, key=lambda o: (not o.fits, -o.tokens_per_second_per_gpu))
 
@@ -86,11 +86,13 @@ def _helps(plan: PipelinePlan, outcome: Outcome) -> bool:
     return outcome.fits or outcome.needed_bytes < (1 - _LEAST) * plan.need.total
 
 
-def _outcome(change: Change, plan: PipelinePlan) -> Outcome:
+def outcome_of_pipeline(change: Change, plan: PipelinePlan) -> Outcome:
+    """Sum up the plan of a changed run."""
     return Outcome(
         config=change,
         fits=plan.fits,
         needed_bytes=plan.need.total,
+        peak_bytes=plan.need.alive,
         step_seconds=plan.step_seconds,
         tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
     )
