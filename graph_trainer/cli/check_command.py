@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         )
     hardware = load_hardware(flags.hardware)
     world_size = flags.world_size or world_size_from_environment()
-    recipes = [Recipe(config, _loader(config, words, world_size, flags)) for config in configs]
+    recipes = [Recipe(config, _loader(config, words, flags)) for config in configs]
     _check_files(flags, recipes)
     check = Check(hardware, world_size, flags.order, flags.lock, flags.against)
     with progress("check") as say:
@@ -103,13 +103,11 @@ def _configs_and_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return configs, flags
 
 
-def _loader(
-    config: str, words: Sequence[str], world_size: int | None, flags: argparse.Namespace
-) -> LoadConfig:
+def _loader(config: str, words: Sequence[str], flags: argparse.Namespace) -> LoadConfig:
     """Return the function that loads a config with the flags for all, and with more."""
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        return load_for_plan(["--config", config, *words, *more], ranks or world_size, _PROG, flags)
+        return load_for_plan(["--config", config, *words, *more], ranks, _PROG, flags)
 
     return load
 

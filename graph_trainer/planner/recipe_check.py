@@ -54,6 +54,7 @@ class Recipe:
     config: str
     """A TOML file or the name of a shipped config, as on the command line."""
     load: LoadConfig
+    """Loads it with the flags for all recipes; without ranks, what needs them is not checked."""
 
     def lockfile(self, folder: Path) -> Path:
         """Return the path of its lockfile, which is named like the config."""
@@ -168,7 +169,7 @@ def _check_recipe(
     Raises:
         GraphTrainerError: the config cannot be used, or rank 0 cannot be planned.
     """
-    config = recipe.load(())
+    config = recipe.load((), check.world_size)
     world_size = check.world_size or ranks_of_degrees(config)
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
