@@ -13,7 +13,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner import recipe_check
 from graph_trainer.planner.changes import flags_of
-from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.plan import Outcome, make_plan
 from graph_trainer.planner.recipe_check import (
     Check,
     Recipe,
@@ -90,7 +90,8 @@ def test_what_does_not_fit_has_a_change_with_which_it_does():
 
 
 def test_what_nothing_makes_fit_fails_without_a_change(monkeypatch):
-    monkeypatch.setattr(recipe_check, "advise", lambda *args: [])
+    helps = Outcome(config={"training.seq_len": "16"}, needed_bytes=1)
+    monkeypatch.setattr(recipe_check, "advise", lambda *args: [helps])
     (row,) = checked(recipe(), hardware=replace(CPU, memory_gib=1e-4))
     assert not row.passed and row.error is None and row.change is None
 
@@ -259,8 +260,10 @@ def test_a_pipeline_fits_or_not_and_cannot_be_locked(tmp_path):
     assert row.passed and row.outcome.needed_bytes >= row.outcome.peak_bytes > 0
     assert (row.order.verdict, row.lock.verdict) == ("-", "-")
     assert "pipeline" in row.lock.message and not list(tmp_path.iterdir())
-    (row,) = checked(Recipe("a", load), hardware=replace(CPU, memory_gib=1e-4))
+    need = row.outcome.needed_bytes
+    (row,) = checked(Recipe("a", load), hardware=replace(CPU, memory_gib=(need - 1) / 2**30))
     assert not row.passed and row.error is None
+    assert row.change.fits and row.change.needed_bytes < need == row.outcome.needed_bytes
 
 
 @pytest.fixture
