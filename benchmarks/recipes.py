@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,12 @@ def main() -> None:
     flags = parser.parse_args()
     hardware, start = load_hardware("h100-sxm"), time.perf_counter()
     rows = []
-    with tempfile.TemporaryDirectory() as scratch, progress("recipes") as say:
+    with tempfile.TemporaryDirectory() as scratch, chdir(scratch), progress("recipes") as say:
         for family in FAMILIES:
             module = f"torchtitan.models.{family}"
             for name, function in registry_functions(registry_module(module)).items():
                 if flags.only in name:
-                    recipe, ranks = _recipe(module, name, function, Path(scratch))
+                    recipe, ranks = _recipe(module, name, function)
                     check = Check(hardware, ranks, proves_order=flags.order)
                     rows += check_recipes([recipe], check, say, usable_processes())
     print_table(check_text(rows, hardware))
@@ -70,12 +71,10 @@ def main() -> None:
     print(document)
 
 
-def _recipe(
-    module: str, name: str, function: Callable[[], Any], folder: Path
-) -> tuple[Recipe, int]:
-    """Write a config file that changes nothing of a torchtitan recipe; return the recipe, and the
-    number of GPUs that it is for."""
-    path = folder / f"{name}.toml"
+def _recipe(module: str, name: str, function: Callable[[], Any]) -> tuple[Recipe, int | None]:
+    """Write a config file that changes nothing of a torchtitan recipe to the current folder; return
+    the recipe, and the number of GPUs that it is for."""
+    path = Path(f"{name}.toml")
     text = f'module = "{module}"\nbase = "{name}"\n'
     path.write_text(text)
 
@@ -85,8 +84,8 @@ def _recipe(
     recipe = Recipe(name, load)
     try:
         config = load(())
-    except ConfigError:  # which the check reports
-        return recipe, _GPUS
+    except ConfigError:  # which the check reports, without a remark on ranks
+        return recipe, None
     if config.replaces_chunked_loss:  # by one of as many chunks
         path.write_text(f'{text}[loss]\ntype = "chunked_cross_entropy"\n')
     if stated := _STATED.search(function.__doc__ or ""):
