@@ -401,10 +401,14 @@ def check_table(rows: Sequence[RecipeRow], hardware: Hardware) -> PlainTable:
         findings = [getattr(row, key) for row in rows]
         if any(findings):
             columns.append((heading, "text", [f.verdict if f else "" for f in findings]))
+    # where all are refused there is no size, and on a CPU no range
+    columns = [c for c in columns if any(value not in (None, "") for value in c[2])]
     memory = f"{gib(hardware.memory_bytes)} GiB"
     table = make_table(f"Recipes on {hardware.name}, {memory} a device", *columns)
-    table.columns[7].no_wrap = True
-    table.optional = ((table.columns[3],), (table.columns[7],), (table.columns[5],))
+    drawn = {column[0]: of_table for column, of_table in zip(columns, table.columns, strict=True)}
+    if "range" in drawn:
+        drawn["range"].no_wrap = True
+    table.optional = tuple((drawn[key],) for key in ("peak", "range", "step") if key in drawn)
     sources = dict.fromkeys(band.source for band in bands)
     table.caption = "\n".join(f"Range: {source}." for source in sources)
     return table

@@ -309,6 +309,7 @@ def test_exit_codes_and_documents(run, tmp_path):
 
 def test_a_message_about_several_recipes_stands_once(run):
     code, out, _ = run("a", "b", *CHEAP, *TENSOR[:1], "4")
+    assert "recipe" in out and "needs" not in out and "step" not in out
     assert code == 1 and out.count("does not divide") == 1 and "- a, b: refused: " in out
 
 
