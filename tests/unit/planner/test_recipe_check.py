@@ -249,7 +249,7 @@ def test_a_lockfile_of_other_ranks_is_an_error(locks):
     assert "locked for 2 ranks, and the recipe is checked for 4: check" in row.lock.message
 
 
-def test_a_pipeline_fits_or_not_and_cannot_be_locked(tmp_path):
+def test_a_pipeline_fits_or_not_and_cannot_be_locked(tmp_path, monkeypatch):
     def load(more, ranks=None):
         words = [f"{PIPELINE}_degree", "2", f"{PIPELINE}_schedule", "1F1B"]
         config = config_of(*words, "--training.local_batch_size", "4", *more, world_size=ranks)
@@ -261,9 +261,14 @@ def test_a_pipeline_fits_or_not_and_cannot_be_locked(tmp_path):
     assert (row.order.verdict, row.lock.verdict) == ("-", "-")
     assert "pipeline" in row.lock.message and not list(tmp_path.iterdir())
     need = row.outcome.needed_bytes
-    (row,) = checked(Recipe("a", load), hardware=replace(CPU, memory_gib=(need - 1) / 2**30))
+    small = replace(CPU, memory_gib=(need - 1) / 2**30)
+    (row,) = checked(Recipe("a", load), hardware=small)
     assert not row.passed and row.error is None
     assert row.change.fits and row.change.needed_bytes < need == row.outcome.needed_bytes
+    helps = [Outcome(config={"a": "1"}), Outcome(config={"a": "2"}, fits=True)]
+    monkeypatch.setattr(recipe_check, "advise_pipeline", lambda *args: helps)
+    (row,) = checked(Recipe("a", load), hardware=small)
+    assert row.change is helps[1]
 
 
 @pytest.fixture
