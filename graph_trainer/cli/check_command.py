@@ -71,11 +71,20 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{LOCK} and {AGAINST}: one writes lockfiles and one compares with them: leave one out"
         )
+    if flags.all_ranks and not flags.order:
+        raise ConfigError("--all-ranks is for the proof that --no-order leaves out: leave one out")
     hardware = load_hardware(flags.hardware)
     world_size = flags.world_size or world_size_from_environment()
     recipes = [Recipe(config, _loader(config, words, flags)) for config in configs]
     _check_files(flags, recipes)
-    check = Check(hardware, world_size, flags.order, flags.lock, flags.against)
+    check = Check(
+        hardware,
+        world_size,
+        proves_order=flags.order,
+        all_ranks=flags.all_ranks,
+        lock=flags.lock,
+        against=flags.against,
+    )
     with progress("check") as say:
         rows = check_recipes(recipes, check, say, usable_processes())
     report = check_report(rows, hardware)
@@ -168,6 +177,12 @@ def _parser() -> CommandParser:
         action="store_false",
         help="leave out the proof that all ranks run the same collectives in the same order, which "
         "captures one rank of each class that differs",
+    )
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="capture every rank for that proof, not one of each class: for code that reads the "
+        "rank's number, and experts over part of the ranks that shard",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument(

@@ -69,6 +69,8 @@ class Check:
     world_size: int | None
     """None takes the ranks that a recipe's degrees multiply to."""
     proves_order: bool = True
+    all_ranks: bool = False
+    """Whether a proof captures every rank, and not one of each class."""
     lock: Path | None = None
     """The folder to write lockfiles to."""
     against: Path | None = None
@@ -183,7 +185,7 @@ def _check_recipe(
     if not plan.fits:
         change = _change_that_fits(plan, load, on_progress, processes)
     if check.proves_order:
-        order = _prove(plan, on_progress, processes)
+        order = _prove(plan, check.all_ranks, on_progress, processes)
     return RecipeRow(
         config=recipe.config,
         model=plan.model,
@@ -237,12 +239,13 @@ def _change_that_fits(
     return next((outcome for outcome in advice if outcome.fits), None)
 
 
-def _prove(plan: Plan, on_progress: OnProgress, processes: int) -> Finding:
+def _prove(plan: Plan, all_ranks: bool, on_progress: OnProgress, processes: int) -> Finding:
     """Prove that no ranks wait for each other forever."""
     try:
         verify_order(
             plan.config,
             plan.world_size,
+            all_ranks=all_ranks,
             device=plan.hardware.device,
             processes=processes,
             captures=plan.captures,
@@ -274,7 +277,7 @@ def _lockfile(
     difference = difference_of(locked, now)
     if difference:
         return Finding("DIFFERS", False, f"differs from {path}: {difference}. {remark}".rstrip())
-    return Finding("as locked", True, remark)
+    return Finding("same", True, remark)
 
 
 def _read_lockfile(path: Path, plan: Plan) -> SavedPlan:

@@ -47,9 +47,9 @@ def broken(name, error):
     return Recipe(name, load)
 
 
-def checked(*recipes, hardware=CPU, world_size=RANKS, proves_order=False, **folders):
+def checked(*recipes, hardware=CPU, world_size=RANKS, proves_order=False, **how):
     """The rows of a check."""
-    check = Check(hardware, world_size, proves_order, **folders)
+    check = Check(hardware, world_size, proves_order, **how)
     return check_recipes(recipes, check, lambda line: None)
 
 
@@ -123,20 +123,23 @@ def test_the_order_of_all_ranks_is_proved(monkeypatch):
     (row,) = checked(recipe(), proves_order=True)
     assert row.passed and row.order.verdict == "proved"
 
-    def refuse(*args, **settings):
-        raise VerificationError("ranks 0 and 1 differ")
+    def refuse(*args, all_ranks, **settings):
+        if not all_ranks:
+            raise VerificationError("ranks 0 and 1 differ")
 
     monkeypatch.setattr(recipe_check, "verify_order", refuse)
     (row,) = checked(recipe(), proves_order=True)
     assert not row.passed and row.fits
     assert (row.order.verdict, row.order.message) == ("NO", "ranks 0 and 1 differ")
+    (row,) = checked(recipe(), proves_order=True, all_ranks=True)
+    assert row.passed
 
 
 def test_a_lockfile_is_what_plan_saves_and_is_equal_to_itself(locks):
     plan = make_plan(config_of(), RANKS, CPU)
     assert (locks / "a.json").read_text() == plan_every_class(plan).to_json()
     (row,) = checked(recipe("folder/a.toml"), against=locks)
-    assert row.passed and (row.lock.verdict, row.lock.message) == ("as locked", "")
+    assert row.passed and (row.lock.verdict, row.lock.message) == ("same", "")
 
 
 CHANGED = {
@@ -198,7 +201,7 @@ def test_what_makes_no_other_graph_is_a_remark(locks, tmp_path):
 
     folder = changed_lock(locks, tmp_path, older)
     (row,) = checked(recipe("a", "--training.steps", "7"), against=folder)
-    assert row.passed and row.lock.verdict == "as locked"
+    assert row.passed and row.lock.verdict == "same"
     for part in (
         *('versions.torch: planned "2.1"', "training.steps: planned 40, now 7"),
         *("hardware.memory_gib: planned", "passes: planned", "A step was planned to take"),
@@ -307,7 +310,7 @@ def test_exit_codes_and_documents(run, tmp_path):
     document = json.loads(file.read_text())
     assert document["schema"] == "graph_trainer.check/1" and not document["passed"]
     assert [row["passed"] for row in document["rows"]] == [True, False]
-    assert document["rows"][0]["lock"]["verdict"] == "as locked"
+    assert document["rows"][0]["lock"]["verdict"] == "same"
     code, out, _ = run("b.toml", *CHEAP, *ALWAYS, "--against", str(locks))
     assert code == 1 and "DIFFERS" in out and "collective" in out
 
@@ -323,6 +326,7 @@ BAD_COMMANDS = {
     "a value and no config": (["--training.steps", "7"], "no configs"),
     "unknown hardware": (["a", "--hardware", "h100-smx"], "did you mean 'h100-sxm'?"),
     "both": (["a", "--lock", "TMP", "--against", "TMP"], "--lock and --against"),
+    "all ranks of no proof": (["a", "--no-order", "--all-ranks"], "--all-ranks is for the proof"),
     "a config behind a flag": (["a", "--config", "b"], "configs are named without a flag"),
     "no ranks": (["a", "--world-size", "0"], "write a whole number from 1"),
     "a flag without its name": (["a", "--", "b"], "unexpected"),
