@@ -6,10 +6,14 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from graph_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 SCHEMA = "--schema"
 DRY_RUN = "--dry-run"
@@ -46,6 +50,29 @@ def positive(text: str) -> int:
     if not re.fullmatch("0*[1-9][0-9]{0,6}", text):  # a mesh has a number for each rank
         raise argparse.ArgumentTypeError(f"{text!r}: write a whole number from 1 to 9,999,999")
     return int(text)
+
+
+def load_for_plan(
+    words: Sequence[str], world_size: int | None, prog: str, flags: argparse.Namespace
+) -> GraphTrainerConfig:
+    """Load the checked config of a run that is planned here and trains elsewhere.
+
+    Args:
+        words: the flags of the config.
+        world_size: None leaves out the checks that need it.
+        flags: of the command, --hardware among them, which stands for an unset compile.hardware.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    from graph_trainer.titan.config.load import load_config
+
+    config = load_config(
+        words, world_size=world_size, prog=prog, command_flags=vars(flags), reads_text=False
+    )
+    if config.compile.hardware is None:
+        config.compile = replace(config.compile, hardware=flags.hardware)
+    return config
 
 
 def import_config_classes() -> None:

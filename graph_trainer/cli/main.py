@@ -41,10 +41,10 @@ examples:
 """
 
 _RULES = """\
-All flags after `train`, `config` and `bisect-passes` belong to the config; `plan` takes some of its
-own besides. --module names a package of configs (default graph_trainer.llama3), --config one
-of them (default debugmodel) or a path to a .toml file. Flags override the file, the file overrides
-the registry entry that its `base` names.
+All flags after `train`, `config` and `bisect-passes` belong to the config; `plan` and `check` take
+some of their own besides. --module names a package of configs (default graph_trainer.llama3),
+--config one of them (default debugmodel) or a path to a .toml file. Flags override the file, the
+file overrides the registry entry that its `base` names.
 """
 
 
@@ -107,7 +107,7 @@ def _run(command: str, words: list[str]) -> int:
     _check_cache_folder()
     collect_rarely()
     atexit.register(gc.freeze)  # nor are they looked through as the process ends
-    if command in ("plan", "search", "calibrate", "config") or DRY_RUN in words:
+    if command in ("plan", "search", "check", "calibrate", "config") or DRY_RUN in words:
         import_config_classes()
     return resolve_name(f"graph_trainer.cli.{function}")(words)
 
@@ -220,6 +220,10 @@ _COMMANDS = {
     "search": (
         "search_command:main",
         "find the fastest mesh, policies and batch for some machines",
+    ),
+    "check": (
+        "check_command:main",
+        "check that configs load, fit and keep their graphs, as in continuous integration",
     ),
     "calibrate": (
         "calibrate_command:main",

@@ -16,7 +16,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from graph_trainer.cli.command_line import CommandParser, positive
+from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
 from graph_trainer.cli.launcher import Launch, prepare
 from graph_trainer.cli.plan_pipeline import check_flags_of_pipeline, plan_pipeline
 from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
@@ -53,9 +53,8 @@ from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.planner.training_cost import add_cost_flags, cost_of
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
-from graph_trainer.titan.config.check import check_config, wanted_ranks, world_size_from_environment
+from graph_trainer.titan.config.check import ranks_of_degrees, world_size_from_environment
 from graph_trainer.titan.config.core_settings import IMBALANCE_KEY, with_config_keys
-from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.write_toml import config_to_toml
 from graph_trainer.titan.device_memory import share_of_host
@@ -98,16 +97,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = flags.world_size or world_size_from_environment()
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        config = load_config(
-            [*words, *more],
-            world_size=ranks or world_size,
-            prog="graph-trainer plan",
-            command_flags=vars(flags),
-            reads_text=False,
-        )
-        if config.compile.hardware is None:  # as if --compile.hardware had been given
-            config.compile = replace(config.compile, hardware=flags.hardware)
-        return config
+        return load_for_plan([*words, *more], ranks or world_size, "graph-trainer plan", flags)
 
     wanted = settings(flags.compare)
     config = load(())
@@ -121,14 +111,7 @@ def main(argv: Sequence[str]) -> int:
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
     if world_size is None:  # `load` has left out the checks that need it
-        world_size = wanted_ranks(config)
-        if config.parallelism.data_parallel_shard_degree < 1:
-            raise ConfigError(
-                "--world-size: how many ranks? parallelism.data_parallel_shard_degree = -1 takes "
-                f"all that the other degrees leave, so {world_size} is the fewest that shard: add "
-                f"--world-size {world_size}, or the number of your GPUs"
-            )
-        check_config(config, world_size, reads_text=False)
+        world_size = ranks_of_degrees(config)
     if not 0 <= flags.rank < world_size:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"

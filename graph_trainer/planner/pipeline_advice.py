@@ -92,6 +92,7 @@ def outcome_of_pipeline(change: Change, plan: PipelinePlan) -> Outcome:
         config=change,
         fits=plan.fits,
         needed_bytes=plan.need.total,
+        peak_bytes=plan.need.alive,
         step_seconds=plan.step_seconds,
         tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
     )

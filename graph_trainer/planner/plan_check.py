@@ -50,17 +50,24 @@ class PlanCheck:
 
     @classmethod
     def of(
-        cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig, *, rehearses: bool = False
+        cls,
+        plan: SavedPlan,
+        path: Path,
+        config: GraphTrainerConfig,
+        *,
+        rehearses: bool = False,
+        flag: str = FLAG,
     ) -> PlanCheck:
         """Compare config and versions of this run with those of the plan in a file.
 
         Args:
             rehearses: whether the run is simulated on the plan's hardware, not run here.
+            flag: the flag that names the file, for messages.
 
         Raises:
             ConfigError: the plan's config is not TOML.
         """
-        planned = parse_toml(plan.config, f"{FLAG} {path}: config")
+        planned = parse_toml(plan.config, f"{flag} {path}: config")
         hardware = planned.get("compile", {}).get("hardware")  # the value of --hardware
         if config.compile.hardware is None and hardware is not None:
             if not rehearses:

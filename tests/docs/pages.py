@@ -144,7 +144,7 @@ def environment() -> dict[str, str]:
 
 def workplace(folder: Path) -> Path:
     """A folder like a checkout in which a reader has made what the pages speak of: their TOML files
-    under their names, a pass, a folder of text and an (empty) one of a tokenizer."""
+    under their names, a pass, a folder of text and (empty) ones of a tokenizer and of lockfiles."""
     for block in BLOCKS:
         if block.kind == "toml":
             (folder / toml_name(block)).write_text(block.text)
@@ -160,6 +160,7 @@ def workplace(folder: Path) -> Path:
             (folder / named[1]).parent.mkdir(exist_ok=True)
             (folder / named[1]).write_text(block.text)
     (folder / "my_text").mkdir()
+    (folder / "locks").mkdir()
     for name in ("README.md", "CONTRIBUTING.md", "LICENSE"):
         (folder / "my_text" / f"{name}.txt").write_text((ROOT / name).read_text(encoding="utf-8"))
     (folder / "assets/hf/Llama-3.1-8B").mkdir(parents=True)

@@ -84,6 +84,7 @@ BEGUN = [
     command
     for block, command in CHEAP
     if " calibrate " in command
+    or " check " in command
     or (" plan " in command and block.page != "README.md" and "--module mydecoder" not in command)
 ]
 
@@ -107,7 +108,7 @@ def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path
 @pytest.mark.full
 @pytest.mark.parametrize("command", BEGUN)
 def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, monkeypatch):
-    from graph_trainer.cli import calibrate_command, plan_command, plan_pipeline
+    from graph_trainer.cli import calibrate_command, check_command, plan_command, plan_pipeline
     from graph_trainer.cli import main as cli
     from graph_trainer.planner import changes
 
@@ -120,6 +121,7 @@ def test_a_command_that_plans_as_others_do_begins_its_work(command, tmp_path, mo
     monkeypatch.setattr(plan_command, "make_plan", begin)
     monkeypatch.setattr(plan_pipeline, "make_pipeline_plan", begin)
     monkeypatch.setattr(calibrate_command, "make_plan", begin)
+    monkeypatch.setattr(check_command, "check_recipes", begin)
     monkeypatch.setattr(changes, "plan_each", begin)
     monkeypatch.chdir(workplace(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -166,7 +168,8 @@ def test_every_flag_and_key_in_the_text_is_one(fresh):
     assert flags, "the text names no flag"
     plan = fresh("-m", "graph_trainer", "plan", "--help", folder=ROOT).stdout
     assert "--memory-curve" in plan
-    plan += fresh("-m", "graph_trainer", "calibrate", "--help", folder=ROOT).stdout
+    for command in ("calibrate", "check"):
+        plan += fresh("-m", "graph_trainer", command, "--help", folder=ROOT).stdout
     others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "to", "verbose"}
     others.add("dry-run")
     for flag in flags - others - set(re.findall(r"--([a-z-]+)", plan)):

@@ -89,6 +89,27 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     return fixed * shards
 
 
+def ranks_of_degrees(config: GraphTrainerConfig) -> int:
+    """Return how many ranks a plan of a config is for where no flag names a number, and check it
+    for them.
+
+    Args:
+        config: one that was checked without a number of ranks.
+
+    Raises:
+        ConfigError: the number of shards is open; or as `check_config`, without texts.
+    """
+    ranks = wanted_ranks(config)
+    if config.parallelism.data_parallel_shard_degree < 1:
+        raise ConfigError(
+            "--world-size: how many ranks? parallelism.data_parallel_shard_degree = -1 takes "
+            f"all that the other degrees leave, so {ranks} is the fewest that shard: add "
+            f"--world-size {ranks}, or the number of your GPUs"
+        )
+    check_config(config, ranks, reads_text=False)
+    return ranks
+
+
 def check_config(
     config: GraphTrainerConfig,
     world_size: int | None,

@@ -171,7 +171,7 @@ def test_help_about_nothing_is_told_what_there_is(capsys):
     assert code == 2 and "Did you mean training?" in err and "optimizer" in err
 
 
-@pytest.mark.parametrize("command", ["config", "passes", "doctor", "plan"])
+@pytest.mark.parametrize("command", ["config", "passes", "doctor", "plan", "check"])
 def test_every_command_has_help(command, capsys):
     try:
         assert cli.main([command, "--help"]) == 0

@@ -7,6 +7,7 @@ import pytest
 from graph_trainer.cli import main as cli
 from graph_trainer.cli import plan_command as command
 from graph_trainer.core.ordering.proof import OrderProof
+from graph_trainer.titan.config import load
 
 TP = "--parallelism.tensor_parallel_degree"
 DEEPSEEK = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"]
@@ -112,10 +113,8 @@ def asked(monkeypatch):
 def test_what_is_not_refused_is_planned_with_what_was_asked(asked, monkeypatch):
     """The fixture's work is what would run: without a mistake it does. The config is read once."""
     read = []
-    load_config = command.load_config
-    monkeypatch.setattr(
-        command, "load_config", lambda *a, **k: read.append(a) or load_config(*a, **k)
-    )
+    original = load.load_config
+    monkeypatch.setattr(load, "load_config", lambda *a, **k: read.append(a) or original(*a, **k))
     words = ["--world-size", "8", TP, "2", "--hardware", "a100-80g", "--rank", "3"]
     words += ["--dataloader.dataset_path", "/of/the/cluster"]  # where the run's text is
     with pytest.raises(Reached):
