@@ -7,10 +7,10 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from graph_trainer.cli.command_line import CommandParser, positive
+from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
@@ -21,7 +21,6 @@ from graph_trainer.planner.search.search_report import commands, page_of, search
 from graph_trainer.planner.search.space import VARIED, Space, fixed_values
 from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.planner.training_cost import add_cost_flags, cost_of
-from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.files import check_outputs, published
 
@@ -57,16 +56,9 @@ def main(argv: Sequence[str]) -> int:
     check_outputs({f"--{name}": path for name, path in files.items()})
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        config = load_config(
-            [*words, *more],
-            world_size=flags.world_size if more else None,
-            prog="graph-trainer search",
-            command_flags=vars(flags),
-            reads_text=False,
-        )
-        if config.compile.hardware is None:  # as if --compile.hardware had been given
-            config.compile = replace(config.compile, hardware=flags.hardware)
-        return config
+        # the degrees of the config itself need not multiply to the ranks
+        world_size = flags.world_size if more else None
+        return load_for_plan([*words, *more], world_size, "graph-trainer search", flags)
 
     config = load(())
     space = Space(

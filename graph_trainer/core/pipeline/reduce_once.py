@@ -24,9 +24,16 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aten, is_collective
-from graph_trainer.core.graph.signature import Input, InputKind, Signature, with_parts
+from graph_trainer.core.graph.signature import (
+    Input,
+    InputKind,
+    Output,
+    OutputKind,
+    Signature,
+    with_parts,
+)
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.partition.cut import as_input, as_saved, copy_part, part_of
+from graph_trainer.core.partition.cut import TensorOutput, as_input, copy_part, part_of
 from graph_trainer.core.passes.pass_list import PassConfig
 from graph_trainer.errors import PassError
 
@@ -93,10 +100,19 @@ def reduce_once(backward: JointGraph) -> ReduceOnce | None:
     sums = [torch.empty_like(tensor_of(n), dtype=dtype) for n, dtype in summed.items()]
     _take(reduce_grad, sums)
     rest = {n: None for n in backward.graph.nodes if n.op == "call_function" and n not in reduced}
-    inputs = list(with_parts(backward.signature.inputs, backward.placeholders()))
-    returned = [*others, *map(as_saved, summed)]
-    unsummed = copy_part(backward, rest, inputs, returned, backward=True)
+    inputs = [
+        (replace(spec, requires_grad=False), nodes)  # its gradient may be none of the outputs
+        for spec, nodes in with_parts(backward.signature.inputs, backward.placeholders())
+    ]
+    unsummed = copy_part(
+        *(backward, rest, inputs, [*others, *map(_unreduced, summed)]), backward=True
+    )
     return ReduceOnce(_adding(unsummed, sums), reduce_grad)
+
+
+def _unreduced(node: fx.Node) -> TensorOutput:
+    """Describe a gradient that is not reduced yet as an output."""
+    return Output(OutputKind.INPUT_GRADIENT, node.name, unwrap(tensor_of(node))[1]), (node,)
 
 
 def _take(reduce_grad: JointGraph, sums: list[torch.Tensor]) -> None:

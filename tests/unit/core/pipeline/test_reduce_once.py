@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_trainer as gt
@@ -13,6 +16,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.pipeline.reduce_once import reduce_once, unreduced_bytes
+from graph_trainer.core.sharding.simple_fsdp import Mode, ShardOver
 from graph_trainer.testing import assert_same, fake_mesh, values_for
 
 WIDTH = 6
@@ -35,40 +39,81 @@ class Layers(nn.Module):
 
 
 def captured(
-    ranks: int, *, merged: bool = True, mp_policy: MixedPrecisionPolicy = BF16
+    mode: Mode = "fully_shard",
+    sizes: int | tuple[int, int] = 4,
+    *,
+    merged: bool = True,
+    alone: bool = False,
 ) -> JointGraph:
-    module = gt.simple_fsdp(Layers(), fake_mesh(ranks), mp_policy=mp_policy)
-    joint = gt.capture_stage(module, (torch.randn(4, WIDTH, dtype=torch.bfloat16),))
+    """The graph of a stage; with `alone`, no other rank has one of its parameters, as with experts
+    that are parallel over all ranks, and its gradient is not even cast."""
+    mesh = fake_mesh(sizes)
+    one = init_device_mesh("cpu", (1,)) if alone else mesh
+
+    def shard_over(name: str, parameter: nn.Parameter) -> ShardOver:
+        return ShardOver(mesh=one if name == "norm.bias" else mesh, mode=mode)
+
+    module = gt.simple_fsdp(
+        *(Layers(), mesh, mode),
+        mp_policy=MixedPrecisionPolicy() if alone else BF16,
+        gradient_divide_factor=1.0,
+        shard_over=shard_over,
+    )
+    dtype = torch.float32 if alone else torch.bfloat16
+    joint = gt.capture_stage(module, (torch.randn(4, WIDTH, dtype=dtype),))
     gt.run_passes(joint, gt.PassConfig(bitwise=not merged, pipeline_parallel=True))
     return joint
 
 
-@pytest.mark.parametrize(("ranks", "merged"), [(2, True), (4, True), (4, False)])
-def test_the_sum_is_that_of_gradients_reduced_in_each_microbatch(ranks: int, merged: bool) -> None:
-    joint = captured(ranks, merged=merged)
+@pytest.mark.parametrize(
+    ("mode", "sizes", "options"),
+    [
+        ("fully_shard", 2, {}),
+        ("fully_shard", 4, {}),
+        ("fully_shard", 4, {"merged": False}),
+        ("fully_shard", 4, {"alone": True}),
+        ("hybrid_shard", (2, 2), {}),
+        ("hybrid_shard", (2, 3), {"merged": False}),
+        ("replicate", 2, {}),
+    ],
+)
+def test_the_sum_is_that_of_gradients_reduced_in_each_microbatch(
+    mode: Mode, sizes: int | tuple[int, int], options: dict[str, bool]
+) -> None:
+    joint = captured(mode, sizes, **options)
     backward = cut(joint).backward
     code = backward.graph_module.code
     split = reduce_once(backward)
     assert split is not None and backward.graph_module.code == code
     sums = split.zeros(torch.device("cpu"))
     assert {value.dtype for value in sums} == {torch.float32}
-    expected: list[torch.Tensor] = []
+    expected: Counter[str] = Counter()
     for _ in range(3):
         values = values_for(backward)
         with same_random_numbers(), torch.no_grad():
-            of_input, *whole = OneProcess(backward.graph_module).run(*values)
-            assert_same([of_input], OneProcess(split.backward.graph_module).run(*values, *sums))
-        expected = [a + b for a, b in zip(expected, whole, strict=True)] if expected else whole
+            whole = named(backward, values)
+            of_microbatch = named(split.backward, [*values, *sums])
+        # what no ranks reduce is as before, above all the gradient of the input
+        assert_same([whole[name] for name in of_microbatch], list(of_microbatch.values()))
+        assert len(of_microbatch) == (2 if options.get("alone") else 1)
+        expected.update(whole)
     with same_random_numbers(), torch.no_grad():
-        gradients = OneProcess(split.reduce_grad.graph_module).run(*sums)
-    assert len(gradients) == 6
-    for one, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(one, other)
-        assert one.stride() == other.stride()
+        gradients = named(split.reduce_grad, sums)
+    assert len(gradients) + len(of_microbatch) == len(expected) == 7
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+        assert gradient.stride() == expected[name].stride()
+
+
+def named(joint: JointGraph, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run a graph, and return its gradients by name."""
+    results = OneProcess(joint.graph_module).run(*values)
+    names = [output.name for output in joint.signature.outputs]
+    return dict(zip(names, results, strict=True))
 
 
 def test_all_collectives_are_in_the_reduction_and_no_node_is_in_both() -> None:
-    joint = captured(4)
+    joint = captured()
     backward = cut(joint).backward
     split = reduce_once(backward)
     assert split is not None
