@@ -155,7 +155,7 @@ class PipelineStep:
         return self._stages[action.stage_index], microbatch_of(action)
 
     def _end_backward(self, stage: GraphStage, gradients: Gradients) -> None:
-        if self._on_gradients is not None:
+        if self._on_gradients is not None and gradients:
             self._on_gradients(stage.submod, gradients)
 
     def _pass_backward(self, stage: GraphStage, microbatch: int) -> None:

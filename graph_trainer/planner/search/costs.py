@@ -6,14 +6,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from graph_trainer.core.graph.collective_kinds import CollectiveKind, kind_named
-from graph_trainer.core.simulation.collective_costs import collective_parts
-from graph_trainer.core.simulation.hardware import Hardware, OpKind
+from graph_trainer.core.simulation.collective_costs import Parts, collective_parts
+from graph_trainer.core.simulation.hardware import Hardware, Link, OpKind
 from graph_trainer.planner.fake_rank import FakeProcess
 from graph_trainer.planner.search.space import Candidate
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -92,13 +93,13 @@ class Costs:
     def bound(self, run: Candidate) -> Needs:
         """Return less than a simulation finds.
 
-        A step takes as long as its products at the best efficiency, with the bubble of its
-        schedule; or as the gathers and reductions of FSDP; or as the sums of tensor parallelism;
-        whichever is longest. It needs the sharded weights and optimizer states, and gradients
+        A step takes as long as its products at the best efficiency; or as the gathers and
+        reductions of FSDP on one of the links; or as the sums of tensor parallelism; whichever is
+        longest. It needs the sharded weights and optimizer states, and gradients
         or, where more, the inputs of the layers, which no policy but an offloading budget
         recomputes.
         """
-        products = self._products(run, best=True) * self._stretch(run)
+        products = self._products(run, best=True)
         seconds = max(products, self._of_fsdp(run), self._of_tensor_parallel(run))
         beside = max(self._gradient_bytes(run), 0 if run.offload else self._input_bytes(run))
         return Needs(
@@ -154,7 +155,7 @@ class Costs:
         return 1 + (run.pipeline - 1) / (stages * run.rows)
 
     def _of_fsdp(self, run: Candidate) -> float:
-        """Return how long gathers in forward and reductions keep a link busy in a step."""
+        """Return how long gathers in forward and reductions keep the busiest link busy in a step."""
         training = self.config.training
         gathered, reduced = (
             TORCH_DTYPE_MAP[name].itemsize
@@ -162,15 +163,20 @@ class Costs:
         )
         trained = self.size.trained / self.size.parameters
         dense, experts = self._computed_with(run)
-        seconds = 0.0
+        busy: dict[Link, float] = defaultdict(float)
         for elements, ranks, stride in (
             (dense, run.shard * run.context, run.tensor),
             (experts, self._ranks_of_experts(run), max(run.tensor, run.expert)),
         ):
-            seconds += self._transfer(_GATHER, gathered * elements, ranks, stride)
             sent = reduced * trained * elements
-            seconds += self._transfer(_SCATTER, sent, ranks, stride)
-            seconds += self._transfer(_REDUCE, sent / ranks, run.replicate, ranks * stride)
+            for kind, num_bytes, count, step in (
+                (_GATHER, gathered * elements, ranks, stride),
+                (_SCATTER, sent, ranks, stride),
+                (_REDUCE, sent / ranks, run.replicate, ranks * stride),
+            ):
+                parts = self._parts(kind, num_bytes, count, step)
+                busy[parts.link] += parts.transfer_seconds
+        seconds = max(busy.values())
         if run.pipeline == 1:
             return seconds * run.repeats
         return seconds if run.keeps_parameters else seconds * run.rows
@@ -193,20 +199,19 @@ class Costs:
             return 0.0
         tokens = run.rows * run.repeats * self.config.training.seq_len / run.context
         one = tokens * self.size.width * self._kept_itemsize
-        both = self._transfer(_GATHER, one, run.tensor, 1)
-        both += self._transfer(_SCATTER, one, run.tensor, 1)
+        both = self._parts(_GATHER, one, run.tensor, 1).transfer_seconds
+        both += self._parts(_SCATTER, one, run.tensor, 1).transfer_seconds
         blocks = 1 if self.size.of_experts else 2
         return 2 * blocks * both * self.size.layers / run.pipeline
 
-    def _transfer(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int) -> float:
-        """Return for how long a collective of so many bytes in all keeps its link busy.
+    def _parts(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int) -> Parts:
+        """Return which link a collective of so many bytes in all keeps busy, and for how long.
 
         Args:
             stride: from one rank of the group to the next.
         """
         group = tuple(range(0, ranks * stride, stride))
-        message = _Message(group, kind, int(num_bytes))
-        return collective_parts(message, self.hardware).transfer_seconds
+        return collective_parts(_Message(group, kind, int(num_bytes)), self.hardware)
 
     # --- bytes --------------------------------------------------------------------------------
 

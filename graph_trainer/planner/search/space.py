@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from graph_trainer.core.pipeline.schedule import ONE_STAGE
+from graph_trainer.core.pipeline.schedule import ONE_STAGE, SCHEDULES
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.changes import POLICY, RESHARD, Change
 from graph_trainer.titan.config.core_settings import LIMIT_KEY
@@ -30,6 +31,16 @@ VARIED = (
     *(RESHARD, POLICY, ROWS, OFFLOAD),
 )
 """The keys that a search varies, and `--fix` may fix."""
+
+POLICIES = ("none", "selective", "full", "budget")
+"""Of activations."""
+_WORDS: dict[str, tuple[str, ...]] = {
+    SCHEDULE: SCHEDULES,
+    RESHARD: ("default", "always", "never"),
+    POLICY: POLICIES,
+    OFFLOAD: ("false", "true"),
+}
+"""The values of the keys that are no numbers."""
 
 MOST_ROWS = 16
 """Sequences of a local batch at most, but for pipelines, whose batch is a microbatch a row."""
@@ -111,7 +122,8 @@ def fixed_values(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parse what `--fix` gives: key=value or key=value,value.
 
     Raises:
-        ConfigError: no such text, a key that the search does not vary, or one twice.
+        ConfigError: no such text, a key that the search does not vary, or one twice; a value that
+            the key cannot have.
     """
     values: dict[str, tuple[str, ...]] = {}
     for text in texts:
@@ -126,7 +138,13 @@ def fixed_values(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             )
         if key in values:
             raise ConfigError(f"--fix {key} is given twice: write all its values in one")
-        values[key] = tuple(entry.strip() for entry in value.split(","))
+        entries = tuple(dict.fromkeys(entry.strip().strip('"') for entry in value.split(",")))
+        for entry in entries:
+            if key in _WORDS and entry not in _WORDS[key]:
+                raise ConfigError(f"--fix {key}={entry}: write {', '.join(_WORDS[key])}")
+            if key not in _WORDS and not re.fullmatch("[1-9][0-9]{0,6}", entry):
+                raise ConfigError(f"--fix {key}={entry}: write whole numbers, such as {key}=1,2")
+        values[key] = entries
     return values
 
 
@@ -143,11 +161,7 @@ class Space:
     fixed: Mapping[str, Sequence[str]]
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield all ways to run the config whose degrees multiply to the number of ranks.
-
-        Raises:
-            ConfigError: `fixed` has a value of the wrong type.
-        """
+        """Yield all ways to run the config whose degrees multiply to the number of ranks."""
         spec = self.config.model_spec
         assert spec is not None
         layers = len(spec.model.layers) if hasattr(spec.model, "layers") else 1
@@ -181,7 +195,7 @@ class Space:
         other = "always" if mesh["pipeline"] > 1 else "never"
         is_sharded = mesh["shard"] * mesh["context"] > 1
         reshards = self._values(RESHARD, ["default", other] if is_sharded else ["default"])
-        policies = self._values(POLICY, ["none", "selective", "full", "budget"])
+        policies = self._values(POLICY, POLICIES)
         for schedule, reshard, policy in itertools.product(schedules, reshards, policies):
             if policy == "budget" and schedule and schedule not in ONE_STAGE:
                 continue  # stages of one rank would have to share its memory
@@ -218,18 +232,11 @@ class Space:
             for number in self._numbers(ROWS, [1, 2, 4, 8, MOST_ROWS]):
                 yield number, 1
 
-    def _values(self, key: str, others: list[str]) -> list[str]:
-        return list(self.fixed.get(key, others))
+    def _values(self, key: str, others: Sequence[str]) -> Sequence[str]:
+        return self.fixed.get(key, others)
 
     def _numbers(self, key: str, others: Sequence[int]) -> Sequence[int]:
-        if key not in self.fixed:
-            return others
-        try:
-            return [int(value) for value in self.fixed[key]]
-        except ValueError:
-            raise ConfigError(
-                f"--fix {key}={','.join(self.fixed[key])}: write whole numbers"
-            ) from None
+        return [int(value) for value in self.fixed[key]] if key in self.fixed else others
 
 
 def divisors(number: int) -> list[int]:

@@ -51,7 +51,7 @@ def captured(
     one = init_device_mesh("cpu", (1,)) if alone else mesh
 
     def shard_over(name: str, parameter: nn.Parameter) -> ShardOver:
-        return ShardOver(mesh=one if name == "norm.bias" else mesh, mode=mode)
+        return ShardOver(mesh=one if name == "up.bias" else mesh, mode=mode)
 
     module = gt.simple_fsdp(
         *(Layers(), mesh, mode),
