@@ -50,7 +50,7 @@ from graph_trainer.planner.plan_tables import comparison_table, fit_and_speed, r
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.terminal import print_table, progress
-from graph_trainer.planner.training_cost import add_cost_flags, cost_of
+from graph_trainer.planner.training_cost import add_cost_flags, check_cost_flags, cost_of
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.check import ranks_of_degrees, world_size_from_environment
@@ -93,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
     """
     flags, words = _parser().parse_known_args(list(argv))
     _check_together(flags)
+    check_cost_flags(flags)
     hardware = load_hardware(flags.hardware)
     world_size = flags.world_size or world_size_from_environment()
 
@@ -277,8 +278,6 @@ def _check_together(flags: argparse.Namespace) -> None:
         return next((f"--{name.replace('_', '-')}" for name in names if getattr(flags, name)), "")
 
     only_ours = first_flag("save", "verify_order", "memory_curve", "table")
-    if flags.price is not None and flags.tokens is None:
-        raise ConfigError("--price is of a GPU-hour: add --tokens, or leave it out")
     if only_ours and flags.like != GRAPH_TRAINER.name:
         raise ConfigError(
             f"{only_ours} is for runs of graph_trainer, and --like {flags.like} plans another "

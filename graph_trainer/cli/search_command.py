@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+from rich.text import Text
 
 from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
@@ -20,7 +21,7 @@ from graph_trainer.planner.search.search import search
 from graph_trainer.planner.search.search_report import commands, page_of, search_report, search_text
 from graph_trainer.planner.search.space import VARIED, Space, fixed_values
 from graph_trainer.planner.terminal import print_table, progress
-from graph_trainer.planner.training_cost import add_cost_flags, cost_of
+from graph_trainer.planner.training_cost import add_cost_flags, check_cost_flags, cost_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.files import check_outputs, published
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
         GraphTrainerError: bad input.
     """
     flags, words = _parser().parse_known_args(list(argv))
+    check_cost_flags(flags)
     hardware = load_hardware(flags.hardware)
     for key in VARIED:
         if any(word.partition("=")[0] == f"--{key}" for word in words):
@@ -61,11 +63,12 @@ def main(argv: Sequence[str]) -> int:
         return load_for_plan([*words, *more], world_size, "graph-trainer search", flags)
 
     config = load(())
+    of_config = config.training.global_batch_size
     space = Space(
         config=config,
         world_size=flags.world_size,
         devices_per_node=hardware.devices_per_node,
-        global_rows=flags.global_batch,
+        global_rows=flags.global_batch or (of_config if of_config > 0 else None),
         fixed=fixed,
     )
     with progress("search") as say:
@@ -75,13 +78,24 @@ def main(argv: Sequence[str]) -> int:
             processes=usable_processes(),
             on_progress=say,
         )
+    if not found.rows and found.left_out["left"] and not found.note:
+        raise ConfigError(
+            f"--minutes {flags.minutes:g}: no run was simulated in this time: give more, or fix "
+            "more keys by --fix"
+        )
     limit = config.compile.memory_limit_gib or hardware.memory_gib
     report = search_report(found, space, hardware, int(limit * GIB))
     for row in report["rows"]:
         cost = cost_of(flags, space.world_size, row) if row["fits"] else None
         row["training"] = asdict(cost) if cost is not None else None
-        row["commands"] = commands(row["config"], report, shlex.join(words))
+        row["commands"] = commands(row["config"], report, words, flags.hardware)
     print_table(search_text(report))
+    best = report["rows"][0] if report["rows"] and report["rows"][0]["fits"] else None
+    if best is not None:
+        if (cost := cost_of(flags, space.world_size, best)) is not None:
+            print_table(Text(f"{cost}."))
+        # lines to copy, which nothing folds
+        print("\n".join(["", *best["commands"]]))
     for name, path in files.items():
         with published(path) as file:
             if name == "json":
@@ -90,6 +104,16 @@ def main(argv: Sequence[str]) -> int:
                 write_comparison(page_of(report), report["model"], report["allowed_bytes"], file)
         print(f"wrote {path}", file=sys.stderr)
     return 0 if any(row.outcome.fits for row in found.rows) else 1
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < 1e5:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number of minutes, such as 15")
+    return minutes
 
 
 def _parser() -> CommandParser:
@@ -115,7 +139,7 @@ def _parser() -> CommandParser:
         type=positive,
         metavar="ROWS",
         help="sequences of a step, kept exactly by local batch, accumulation and replicas; without "
-        "it a step has as many as its local batches",
+        "it, and without training.global_batch_size, a step has as many as its local batches",
     )
     parser.add_argument(
         "--fix",
@@ -125,7 +149,11 @@ def _parser() -> CommandParser:
         help=f"choose from these values only; may be repeated. Keys: {', '.join(VARIED)}",
     )
     parser.add_argument(
-        "--minutes", type=float, default=15.0, help="when to stop at the latest (default 15)"
+        "--minutes",
+        type=_minutes,
+        default=15.0,
+        metavar="N",
+        help="when to stop at the latest (default 15)",
     )
     add_cost_flags(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs as JSON")

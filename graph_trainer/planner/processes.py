@@ -130,7 +130,11 @@ class Workers(Generic[T, R]):
         return self._number - self.busy
 
     def submit(self, item: T) -> None:
-        """Begin with an item."""
+        """Begin with an item.
+
+        Raises:
+            GraphTrainerError: a process was killed.
+        """
         if self._number == 1:
             future: Future[R] = Future()
             future.set_result(self._function(item))
@@ -141,7 +145,10 @@ class Workers(Generic[T, R]):
             with warnings.catch_warnings():
                 # Python warns of a fork beside other threads: those of the libraries are idle.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                future = self._pool.submit(_apply_to, item)
+                try:
+                    future = self._pool.submit(_apply_to, item)
+                except BrokenProcessPool:
+                    raise GraphTrainerError(_KILLED) from None
         self._items[future] = item
 
     def next(self) -> tuple[T, R]:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from graph_trainer.errors import ConfigError
+
 _DAY = 24 * 3600
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -120,6 +122,16 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="of a GPU for an hour: with --tokens, what it costs",
     )
+
+
+def check_cost_flags(flags: argparse.Namespace) -> None:
+    """Refuse a price without tokens.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if flags.price is not None and flags.tokens is None:
+        raise ConfigError("--price is of a GPU-hour: add --tokens, or leave it out")
 
 
 def cost_of(

@@ -155,7 +155,7 @@ class Costs:
         return 1 + (run.pipeline - 1) / (stages * run.rows)
 
     def _of_fsdp(self, run: Candidate) -> float:
-        """Return how long gathers in forward and reductions keep the busiest link busy in a step."""
+        """Return how long gathers in forward, and reductions, keep the busiest link busy."""
         training = self.config.training
         gathered, reduced = (
             TORCH_DTYPE_MAP[name].itemsize

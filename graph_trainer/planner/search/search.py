@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import time
@@ -60,7 +59,7 @@ RULES = {
     f"by {SLOWER[Look.SHORT_MODEL]:.0%} by a short model",
     "same": "a budget in which nothing is recomputed is that of no policy",
     "error": "they cannot be planned",
-    "left": "not looked at closely, as the time was up",
+    "left": "not looked at closely before the search ended",
 }
 """Why runs were not simulated."""
 
@@ -71,7 +70,7 @@ class Simulated(NamedTuple):
     run: Candidate
     outcome: Outcome
     parts: dict[str, float]
-    """What the step consists of, in seconds; empty for a run that cannot be planned."""
+    """What the step consists of, in seconds."""
 
 
 @dataclass(slots=True)
@@ -91,6 +90,12 @@ class Found:
     errors: list[float] = field(default_factory=list)
     """Simulated by estimated seconds of runs that were estimated by short models."""
     seconds: float = 0.0
+    error: str = ""
+    """Why the first of the runs that cannot be planned cannot."""
+    note: str = ""
+    """Why the search ended early, if not for the time."""
+    nearest: tuple[Candidate, float] | None = None
+    """The run that seems to need least, and the bytes that it needs."""
 
     @property
     def is_complete(self) -> bool:
@@ -140,18 +145,24 @@ def search(
     start = time.monotonic()
     queue = _Queue(space, load, hardware, on_progress)
     planner = _Planner(space.world_size, load, hardware, queue.limit_gib)
-    with Workers(planner, processes) as workers, contextlib.suppress(KeyboardInterrupt):
-        while True:
-            while workers.free and time.monotonic() - start < seconds:
-                following = queue.next()
-                if following is None:
+    note = ""
+    with Workers(planner, processes) as workers:
+        try:
+            while True:
+                while workers.free and time.monotonic() - start < seconds:
+                    following = queue.next()
+                    if following is None:
+                        break
+                    workers.submit(following)
+                if not workers.busy:
                     break
-                workers.submit(following)
-            if not workers.busy:
-                break
-            queue.take(*workers.next())
-            on_progress(queue.state)
-    return queue.end(time.monotonic() - start)
+                queue.take(*workers.next())
+                on_progress(queue.state)
+        except KeyboardInterrupt:
+            note = "interrupted"
+        except GraphTrainerError as error:  # a process was killed
+            note = str(error)
+    return queue.end(time.monotonic() - start, note)
 
 
 class _Queue:
@@ -172,6 +183,8 @@ class _Queue:
         allowed = int(self.limit_gib * GIB)
         self._costs = Costs(space.config, size, hardware, space.world_size, allowed)
         self._best = 0.0
+        self._in_flight: set[_Family | Candidate] = set()
+        """What processes look at."""
         self._estimates: dict[Candidate, Needs] = {}
         """By short models; of pipelines by formulas."""
         self._corrections: dict[object, list[float]] = defaultdict(list)
@@ -182,6 +195,7 @@ class _Queue:
         families: dict[Candidate, list[Candidate]] = defaultdict(list)
         for run in runs:
             bound, about = self._costs.bound(run), self._costs.estimate(run)
+            self._note_need(run, about.needed_bytes)
             if bound.needed_bytes > allowed:
                 self._found.left_out["state"] += 1
             elif about.needed_bytes > LARGER[Look.FORMULA] * allowed:
@@ -207,7 +221,10 @@ class _Queue:
             refusal = self._refusal(run)
             if refusal is None:
                 return self._load(flags_of(run.change(self.limit_gib)))
-        why = refusal or f"no degrees multiply to {self._world_size} ranks"
+        why = refusal or (
+            f"no degrees multiply to {self._world_size} ranks, or none divides the global batch: "
+            "fix fewer keys, or give another --global-batch"
+        )
         raise ConfigError(f"the search has no run to choose from: {why}")
 
     def _refusal(self, run: Candidate) -> ConfigError | None:
@@ -227,8 +244,10 @@ class _Queue:
 
     def _order(self, what: _Family | Candidate) -> float:
         """Return the order of an entry by what is known of it now."""
-        if isinstance(what, Candidate):
+        if isinstance(what, Candidate) and what.pipeline == 1:
             return -self._speed(what, self._estimates[what])
+        if isinstance(what, Candidate):
+            return -self._speed(what, self._by_formulas(what))
         return -max(self._speed(run, self._by_formulas(run)) for run in what.runs)
 
     def _by_formulas(self, run: Candidate) -> Needs:
@@ -242,11 +261,18 @@ class _Queue:
         """What has been done, in one line."""
         return (
             f"{len(self._found.rows)} runs simulated, {self._found.estimated} estimated, "
-            f"{self._left():,} left; best {self._best:,.0f} tokens/s/GPU"
+            f"{self._found.left_out.total():,} left out, {self._left():,} left; best "
+            f"{self._best:,.0f} tokens/s/GPU"
         )
 
     def _left(self) -> int:
-        return sum(_count(entry.what) for entry in self._queue)
+        return sum(_count(entry.what) for entry in self._queue) + sum(map(_count, self._in_flight))
+
+    def _note_need(self, run: Candidate, needed_bytes: float) -> None:
+        """Keep which run seems to need least."""
+        nearest = self._found.nearest
+        if nearest is None or needed_bytes < nearest[1]:
+            self._found.nearest = run, needed_bytes
 
     def next(self) -> _Family | Candidate | None:
         """Return what to look at next; None where all that is left looks clearly slower than the
@@ -267,6 +293,7 @@ class _Queue:
                 for run in entry.what.runs:
                     self._estimated(run, self._by_formulas(run))
             else:
+                self._in_flight.add(entry.what)
                 return entry.what
         return None
 
@@ -289,6 +316,7 @@ class _Queue:
 
     def take(self, what: _Family | Candidate, answer: Simulated | _Estimates) -> None:
         """Take what a look at a family or a run has found."""
+        self._in_flight.discard(what)
         if isinstance(answer, dict):
             assert isinstance(what, _Family)
             for run, needs in answer.items():
@@ -301,12 +329,14 @@ class _Queue:
                 else:
                     self._found.left_out["same"] += 1
             return
-        self._found.rows.append(answer)
         outcome, run = answer.outcome, answer.run
+        if outcome.error:
+            self._found.left_out["error"] += 1
+            self._found.error = self._found.error or outcome.error
+            return
+        self._found.rows.append(answer)
         if outcome.fits:
             self._best = max(self._best, outcome.tokens_per_second_per_gpu)
-        if outcome.error:
-            return
         if run.pipeline > 1:
             self._correct(run, Needs(outcome.step_seconds, outcome.needed_bytes))
         elif self._found.estimated:
@@ -329,13 +359,16 @@ class _Queue:
         entry = _Entry(self._order(run), next(self._numbers), run)
         heapq.heappush(self._queue, entry)
 
-    def end(self, seconds: float) -> Found:
+    def end(self, seconds: float, note: str) -> Found:
         """Return what has been found.
 
         Args:
             seconds: that the search took.
+            note: why it ended early.
         """
         found = self._found
+        found.note = note
+        found.left_out["left"] += sum(map(_count, self._in_flight))
         for entry in self._queue:
             is_slower = self._is_slower(entry.what, self._order(entry.what))
             found.left_out["slower" if is_slower else "left"] += _count(entry.what)
@@ -344,10 +377,9 @@ class _Queue:
         return found
 
 
-def _best_first(row: Simulated) -> tuple[bool, bool, float, str]:
+def _best_first(row: Simulated) -> tuple[bool, float, str]:
     outcome = row.outcome
-    speed = outcome.tokens_per_second_per_gpu
-    return bool(outcome.error), not outcome.fits, -speed, repr(row.run)
+    return not outcome.fits, -outcome.tokens_per_second_per_gpu, repr(row.run)
 
 
 def _count(what: _Family | Candidate) -> int:

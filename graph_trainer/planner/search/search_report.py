@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -64,9 +65,23 @@ def search_report(found: Found, space: Space, hardware: Hardware, allowed: int) 
         "bound_tokens_per_second_per_gpu": found.bound_tokens,
         "seconds": found.seconds,
         "complete": found.is_complete,
+        "error": found.error or None,
+        "note": found.note or None,
+        "nearest": _nearest(found),
         "rows": [asdict(row.outcome) | {"parts": row.parts} for row in found.rows],
         "front": _front(found),
     }
+
+
+def _nearest(found: Found) -> dict[str, Any] | None:
+    """Return the run that needs least, and the bytes, as far as it is known; of runs that were
+    simulated where there are some."""
+    simulated = [(row.run, float(row.outcome.needed_bytes)) for row in found.rows]
+    nearest = min(simulated, key=lambda pair: pair[1]) if simulated else found.nearest
+    if nearest is None:
+        return None
+    run, needed_bytes = nearest
+    return {"config": run.change(0.0), "needed_bytes": int(needed_bytes)}
 
 
 def _front(found: Found) -> list[int]:
@@ -114,7 +129,7 @@ def search_text(report: dict[str, Any]) -> Iterator[RenderableType]:
         report: with `commands` and `training` of each row.
     """
     rows = report["rows"]
-    shown = [row for row in rows if not row["error"]][:_SHOWN]
+    shown = rows[:_SHOWN]
     most = measure("bytes", [report["allowed_bytes"]], significant=3).text(report["allowed_bytes"])
     fit = [row for row in rows if row["fits"]]
     yield Text(
@@ -146,11 +161,12 @@ def search_text(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield Text(_how_sure(report, fit))
     for rule, count in report["left_out"].items():
         if count:
-            yield Text(f"- {count:,} not simulated: {RULES[rule]}")
+            why = f"{RULES[rule]}: {report['error']}" if rule == "error" else RULES[rule]
+            yield Text(f"- {count:,} not simulated: {why}")
+    if report["note"]:
+        yield Text(f"The search ended early: {report['note']}.")
     if len(fit) > 1:
         yield Text("\n" + _why(*fit[:2]))
-    if fit:
-        yield Text("\n" + "\n".join(fit[0]["commands"]))
 
 
 def _training(rows: list[dict[str, Any]]) -> Iterator[Column]:
@@ -161,17 +177,23 @@ def _training(rows: list[dict[str, Any]]) -> Iterator[Column]:
             yield key, "text", ["" if n is None else significant(n) for n in numbers]
 
 
-def commands(change: Mapping[str, str], report: dict[str, Any], flags: str) -> list[str]:
+def commands(
+    change: Mapping[str, str], report: dict[str, Any], flags: Sequence[str], hardware: str
+) -> list[str]:
     """Return the commands that plan and train a run, with what the config has otherwise.
 
     Args:
         flags: the words of the command line that name the config.
+        hardware: as the command line names it.
     """
     config = parse_toml(report["config"], "config")
     changed = {key: value for key, value in change.items() if _value(config, key) != value}
-    words, size = " ".join(flags_of(changed)), report["world_size"]
-    on = f"--world-size {size} --hardware {report['hardware']['name']}"
-    return [f"graph-trainer plan {flags} {on} {words}", f"graph-trainer train {flags} {words}"]
+    words = [*flags, *flags_of(changed)]
+    on = ["--world-size", str(report["world_size"]), "--hardware", hardware]
+    return [
+        shlex.join(["graph-trainer", "plan", *words, *on]),
+        shlex.join(["graph-trainer", "train", *words]),
+    ]
 
 
 def _value(config: dict[str, Any], key: str) -> str:
@@ -199,38 +221,39 @@ def _why(best: dict[str, Any], other: dict[str, Any]) -> str:
         f"{policy_text(other['config'])}): {most} takes {part:.1%} of the step less."
     )
     band = best["band"]
-    if band is not None and gain < band["high"] / band["low"] - 1:
-        text += " Measured runs differ by more than that from their plans: time both."
-    return text
+    if band is None:
+        return f"{text} How far plans of such runs are off is not known: time both."
+    if gain < band["high"] / band["low"] - 1:
+        return f"{text} Measured runs differ by more than that from their plans: time both."
+    return f"{text} That is more than measured runs differ from their plans."
 
 
 def _how_sure(report: dict[str, Any], fit: list[dict[str, Any]]) -> str:
-    """Say how far the best is from what no run exceeds, and how far estimates were off."""
+    """Say how far the best is from what no run exceeds, and how far estimates were off; or, where
+    nothing fits, what lacks."""
     if not fit:
-        return "Nothing that was simulated fits." + _nearest(report)
+        return "Nothing fits." + _what_lacks(report)
     best, bound = fit[0][_SPEED], report["bound_tokens_per_second_per_gpu"]
     text = (
-        f"The best has {best:,.0f} tokens/s/GPU, limited by: {limited_by(fit[0]['parts'])}. By its "
-        f"products or links alone, no run exceeds {bound:,.0f} in the simulator, "
-        f"{bound / best:.2f} times as many."
+        f"The best has {best:,.0f} tokens/s/GPU: {limited_by(fit[0]['parts'])}. By products or "
+        f"links alone, no run exceeds {bound:,.0f} in the simulator, {bound / best:.2f} times as "
+        "many."
     )
     if errors := report["estimate_errors"]:
         text += f" Simulated speeds were {min(errors):.2f} to {max(errors):.2f} of their estimates."
     return text
 
 
-def _nearest(report: dict[str, Any]) -> str:
+def _what_lacks(report: dict[str, Any]) -> str:
     """Say what came nearest to fitting, and what it lacks."""
-    rows = [row for row in report["rows"] if not row["error"]]
-    if not rows:
+    nearest = report["nearest"]
+    if nearest is None or nearest["needed_bytes"] <= report["allowed_bytes"]:
         return ""
-    least = min(rows, key=lambda row: row["needed_bytes"])
-    missing = least["needed_bytes"] - report["allowed_bytes"]
+    change, missing = nearest["config"], nearest["needed_bytes"] - report["allowed_bytes"]
     lacks = measure("bytes", [missing], significant=3).text(missing)
     return (
-        f" Nearest is {run_text(least['config'])}, rows {least['config'][ROWS]}, "
-        f"{policy_text(least['config'])}, which lacks {lacks}: search with more ranks, or with a "
-        "shorter sequence."
+        f" Nearest is {run_text(change)}, rows {change[ROWS]}, {policy_text(change)}, which lacks "
+        f"about {lacks}: search with more ranks, smaller batches or shorter sequences."
     )
 
 
@@ -238,8 +261,6 @@ def page_of(report: dict[str, Any]) -> dict[str, Any]:
     """Return a document of a comparison, of which a page is made, with a few words a run."""
     rows = []
     for row in report["rows"]:
-        if row["error"]:
-            continue
         change = row["config"]
         words = {
             "mesh": run_text(change),

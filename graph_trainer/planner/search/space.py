@@ -188,7 +188,7 @@ class Space:
                     yield from self._on_mesh(mesh | {"expert": expert, "pipeline": pp})
 
     def _on_mesh(self, mesh: dict[str, int]) -> Iterator[Candidate]:
-        schedules = [""]
+        schedules: Sequence[str] = [""]
         if mesh["pipeline"] > 1:
             schedules = self._values(SCHEDULE, ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
         # the default of a pipeline is to keep parameters

@@ -17,6 +17,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import flags_of
 from graph_trainer.planner.fake_rank import FakeProcess
+from graph_trainer.planner.pipeline_plan import make_pipeline_plan
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.search import search as search_module
 from graph_trainer.planner.search.costs import Costs, ModelSize
@@ -46,7 +47,7 @@ def hardware(memory_gib: float = 79.1) -> Hardware:
 def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
     config = load_config(
         ["--config", "debugmodel", "--training.mixed_precision_param", "bfloat16", *more],
-        world_size=RANKS if more else None,
+        world_size=(ranks or RANKS) if more else None,
     )
     model = config.model_spec.model
     model.layers = [model.layers[0]] * LAYERS
@@ -81,6 +82,7 @@ def tokens(plan: Plan) -> float:
     return plan.tokens_per_second_per_gpu
 
 
+@pytest.mark.full
 def test_a_small_space_has_all_runs_and_finds_the_best_of_them_twice() -> None:
     runs = list(space().candidates())
     assert len(runs) == len(set(runs)) == (2 + 1) * 2 * 2
@@ -108,6 +110,33 @@ def test_no_run_is_faster_or_smaller_than_its_bound() -> None:
         assert bound.seconds <= costs.estimate(run).seconds
 
 
+@pytest.mark.full
+def test_replicas_on_other_nodes_and_pipelines_keep_to_their_bounds() -> None:
+    """Over links so slow that they decide: those within a node and between nodes run at once."""
+    slow = dataclasses.replace(hardware(), node_bytes_per_second=1e8, network_bytes_per_second=2e7)
+    ranks, words = 16, ["--training.seq_len", "64"]
+    of_mesh = {"replicate": 2, "shard": 8, "tensor": 1, "context": 1, "expert": 1, "pipeline": 1}
+    of_policy = {"reshard": "default", "policy": "none", "offload": False}
+    run = Candidate(**of_mesh, **of_policy, rows=1, repeats=1, schedule="")
+    stages = {"replicate": 1, "pipeline": 2, "rows": 4}
+    for changed in (
+        run,
+        dataclasses.replace(run, reshard="never"),
+        dataclasses.replace(run, **stages, schedule="1F1B"),
+        dataclasses.replace(run, **stages, schedule="Interleaved1F1B", reshard="always"),
+    ):
+        flags = [*words, *flags_of(changed.change(79.1))]
+        config = load(flags, ranks)
+        size = ModelSize.of(FakeProcess(config, ranks, 0, "cuda"))
+        bound = Costs(config, size, slow, ranks, int(79.1 * 2**30)).bound(changed)
+        if changed.pipeline > 1:
+            plan = make_pipeline_plan(config, ranks, slow)
+        else:
+            plan = make_plan(config, ranks, slow, every_pass=False)
+        assert 0 < bound.seconds <= plan.step_seconds
+        assert 0 < bound.needed_bytes <= plan.need.total
+
+
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_short_models_estimate_long_ones(policy: str) -> None:
     run = dataclasses.replace(next(space().candidates()), policy=policy, rows=16)
@@ -124,6 +153,7 @@ def test_short_models_estimate_long_ones(policy: str) -> None:
     assert needs.needed_bytes == pytest.approx(planned(run).need.total, rel=0.1)
 
 
+@pytest.mark.full
 def test_a_large_space_is_searched_from_the_most_promising_run_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,7 +199,9 @@ def test_the_command_writes_what_it_found(
     needed = [report["rows"][number]["needed_bytes"] for number in report["front"]]
     assert all(a < b for a, b in pairwise(needed)) and report["front"][-1] == 0
     assert "graph-trainer train --config debugmodel" in out
-    assert "fsdp 2" in (tmp_path / "found.html").read_text()
+    page = (tmp_path / "found.html").read_text()
+    assert "fsdp 2" in page and page.count("graph-trainer train") == len(report["rows"])
+    assert report["rows"][0]["commands"] == out.splitlines()[-2:]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +210,14 @@ def test_the_command_writes_what_it_found(
         (["--fix", "parallelism.tensor_parallel_degree"], "key=value"),
         (["--fix", "training.seq_len=8"], "--training.seq_len 8"),
         (["--fix", "parallelism.tensor_parallel_degree=two"], "whole numbers"),
+        (["--fix", "parallelism.tensor_parallel_degree=0"], "whole numbers"),
+        (["--fix", "activation_checkpoint.type=none,layers"], "type=layers: write none"),
+        (["--fix", "parallelism.fsdp_reshard_after_forward=bogus"], "write default"),
+        (["--fix", "compile.allow_offload=True"], "write false, true"),
+        (["--minutes", "nan"], "number of minutes"),
+        (["--minutes", "1e-6"], "no run was simulated"),
+        (["--global-batch", "7", "--fix", "parallelism.data_parallel_shard_degree=2"], "global"),
+        (["--price", "2"], "--tokens"),
         (["--parallelism.tensor_parallel_degree", "2"], "--fix"),
         (["--fix", "parallelism.tensor_parallel_degree=3"], "no run to choose from"),
     ],
@@ -187,9 +227,39 @@ def test_bad_input(words: list[str], key: str) -> None:
         main(["--config", "debugmodel", "--world-size", "4", *words])
 
 
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The answer names what came nearest."""
+    text = Path("configs/hardware/h100-sxm.toml").read_text()
+    small = tmp_path / "small.toml"
+    small.write_text(text.replace("memory_gib = 79.1", "memory_gib = 2.01"))
+    words = ["--config", "debugmodel", "--world-size", "2", "--hardware", str(small)]
+    fixed = ["--fix=parallelism.pipeline_parallel_degree=1", "--fix=training.local_batch_size=64"]
+    assert main([*words, *fixed]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits. Nearest is" in out and "rows 64" in out
+
+
+def test_an_interrupted_search_counts_what_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = 0
+
+    def interrupt(planner: object, what: object) -> object:
+        nonlocal simulated
+        simulated += 1
+        if simulated == 3:
+            raise KeyboardInterrupt
+        return original(planner, what)
+
+    original = search_module._Planner.__call__
+    monkeypatch.setattr(search_module._Planner, "__call__", interrupt)
+    found = searched(79.1)
+    assert len(found.rows) == 2 and not found.is_complete and found.note == "interrupted"
+    assert found.total == len(found.rows) + found.left_out.total()
+
+
 def test_fixed_values() -> None:
     assert fixed_values(["--training.local-batch-size=1,2"]) == {
         "training.local_batch_size": ("1", "2")
     }
+    assert fixed_values(["training.local_batch_size=1,1"]) == {"training.local_batch_size": ("1",)}
     with pytest.raises(ConfigError, match="twice"):
         fixed_values(["training.local_batch_size=1", "training.local_batch_size=2"])
