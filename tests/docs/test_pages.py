@@ -168,7 +168,7 @@ def test_every_flag_and_key_in_the_text_is_one(fresh):
     assert flags, "the text names no flag"
     plan = fresh("-m", "graph_trainer", "plan", "--help", folder=ROOT).stdout
     assert "--memory-curve" in plan
-    for command in ("calibrate", "check"):
+    for command in ("calibrate", "check", "search"):
         plan += fresh("-m", "graph_trainer", command, "--help", folder=ROOT).stdout
     others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "to", "verbose"}
     others.add("dry-run")

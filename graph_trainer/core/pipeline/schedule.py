@@ -44,7 +44,7 @@ class PipelineStep:
 
     Stages that were captured without backward run forward alone. Parameters that a stage keeps from
     forward to backward are gathered once for all microbatches, others in each. Gradients are
-    reduced once by stages with `reduces_once`, by others in each microbatch.
+    reduced once a run by stages with `reduces_once`, by others in each microbatch.
 
     A schedule that overlaps the forward of one microbatch with the backward of another (DualPipeV)
     runs the one after the other.
