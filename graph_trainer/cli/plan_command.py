@@ -18,7 +18,11 @@ from rich.text import Text
 
 from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
 from graph_trainer.cli.launcher import Launch, prepare
-from graph_trainer.cli.plan_pipeline import check_flags_of_pipeline, plan_pipeline
+from graph_trainer.cli.plan_pipeline import (
+    check_flags_of_pipeline,
+    plan_pipeline,
+    prove_order_of_pipeline,
+)
 from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
@@ -119,6 +123,8 @@ def main(argv: Sequence[str]) -> int:
         )
 
     if config.parallelism.pipeline_parallel_degree > 1:
+        if flags.verify_order:
+            return prove_order_of_pipeline(config, world_size, hardware, flags.all_ranks)
         return plan_pipeline(config, load, world_size, hardware, files, flags)
 
     captures = Captures()

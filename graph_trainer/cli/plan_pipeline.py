@@ -14,20 +14,23 @@ from rich.text import Text
 
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
+from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.planner.fake_rank import check_one_stage
 from graph_trainer.planner.html.schedule_page import write_schedule_page
 from graph_trainer.planner.pipeline_advice import advise_pipeline
 from graph_trainer.planner.pipeline_plan import PipelinePlan, make_pipeline_plan
 from graph_trainer.planner.pipeline_report import pipeline_report, pipeline_text
 from graph_trainer.planner.plan import LoadConfig
+from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.schedule_trace import write_schedule_trace
 from graph_trainer.planner.terminal import print_table, progress
 from graph_trainer.planner.training_cost import cost_of
+from graph_trainer.planner.verify_pipeline_order import verify_pipeline_order
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.files import published
 
 _OF_ONE_STAGE = (
-    *("compare", "verify_order", "memory_curve", "expert_imbalance", "routing"),
+    *("compare", "memory_curve", "expert_imbalance", "routing"),
     *("rank", "save", "table"),
 )
 """The flags that a pipeline cannot have."""
@@ -44,6 +47,26 @@ def check_flags_of_pipeline(flags: argparse.Namespace, config: GraphTrainerConfi
         named.append(f"--like {flags.like}")
     if named:
         check_one_stage(config, named[0])
+
+
+def prove_order_of_pipeline(
+    config: GraphTrainerConfig, world_size: int, hardware: Hardware, all_ranks: bool
+) -> int:
+    """Print what is proved of schedule and stages; return 0.
+
+    Raises:
+        VerificationError: the ranks can hang.
+    """
+    with progress("order") as say:
+        for text in verify_pipeline_order(
+            *(config, world_size),
+            all_ranks=all_ranks,
+            device=hardware.device,
+            processes=usable_processes(),
+            on_progress=say,
+        ):
+            print("\n".join(wrapped(line, WIDTH) for line in text.splitlines()), flush=True)
+    return 0
 
 
 def plan_pipeline(

@@ -291,7 +291,7 @@ def make_pipeline_plan(
     alike: dict[object, list[int]] = defaultdict(list)
     for index, names in enumerate(modules):
         place = rank_of[index] * (world_size // ranks) % hardware.devices_per_node
-        alike[*_what_is_captured(config, names), place].append(index)
+        alike[*what_is_captured_of(config, names), place].append(index)
     run = first
     received: PassedOn | None = None
     stages: list[StagePlan] = []
@@ -344,7 +344,7 @@ def timeline_of(
     )
 
 
-def _what_is_captured(config: GraphTrainerConfig, names: list[str]) -> tuple[str, ...]:
+def what_is_captured_of(config: GraphTrainerConfig, names: list[str]) -> tuple[str, ...]:
     """Return what tells the captured graph of a stage from that of another, but for its names.
 
     That is the config of its layers without their initial values. What settings decide by the names

@@ -5,7 +5,7 @@ A recipe is a config; its lockfile is the saved plan that `graph-trainer plan --
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,7 @@ from graph_trainer.planner.plan_tables import Column, make_table, tokens_range
 from graph_trainer.planner.saved_plan import Predicted, SavedPlan, plan_every_class
 from graph_trainer.planner.terminal import OnProgress, PlainTable
 from graph_trainer.planner.verify_order import verify_order
+from graph_trainer.planner.verify_pipeline_order import verify_pipeline_order
 from graph_trainer.titan.config.check import ranks_of_degrees
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.files import published
@@ -178,7 +179,7 @@ def _check_recipe(
         return recipe.load(more, ranks or world_size)
 
     if config.parallelism.pipeline_parallel_degree > 1:
-        return _check_pipeline(recipe, config, load, world_size, check, on_progress)
+        return _check_pipeline(recipe, config, load, world_size, check, on_progress, processes)
     on_progress("planning rank 0")
     plan = make_plan(config, world_size, check.hardware, every_pass=False)
     change = order = None
@@ -205,13 +206,24 @@ def _check_pipeline(
     world_size: int,
     check: Check,
     on_progress: OnProgress,
+    processes: int,
 ) -> RecipeRow:
-    """Check a recipe whose stages are planned one by one. It has no proof and no lockfile."""
+    """Check a recipe whose stages are planned one by one. It has no lockfile."""
     plan = make_pipeline_plan(config, world_size, check.hardware, on_progress=on_progress)
     advice = [] if plan.fits else advise_pipeline(plan, load, on_progress)
     order = lock = None
     if check.proves_order:
-        order = Finding("-", None)
+        order = _proved(
+            lambda: [
+                *verify_pipeline_order(
+                    *(config, world_size),
+                    all_ranks=check.all_ranks,
+                    device=check.hardware.device,
+                    processes=processes,
+                    on_progress=on_progress,
+                )
+            ]
+        )
     if check.lock or check.against:
         reason = "it has a pipeline, and a lockfile is of one graph: it cannot be locked"
         lock = Finding("-", None, reason)
@@ -241,8 +253,8 @@ def _change_that_fits(
 
 def _prove(plan: Plan, all_ranks: bool, on_progress: OnProgress, processes: int) -> Finding:
     """Prove that no ranks wait for each other forever."""
-    try:
-        verify_order(
+    return _proved(
+        lambda: verify_order(
             plan.config,
             plan.world_size,
             all_ranks=all_ranks,
@@ -251,6 +263,12 @@ def _prove(plan: Plan, all_ranks: bool, on_progress: OnProgress, processes: int)
             captures=plan.captures,
             on_progress=on_progress,
         )
+    )
+
+
+def _proved(prove: Callable[[], object]) -> Finding:
+    try:
+        prove()
     except GraphTrainerError as error:
         return Finding("NO", False, str(error))
     return Finding("proved", True)

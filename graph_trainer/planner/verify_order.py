@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
@@ -21,6 +23,8 @@ from graph_trainer.planner.simulated_agreement import AsFarAsKnown, Passes, as_a
 from graph_trainer.planner.terminal import OnProgress
 from graph_trainer.titan.config.core_settings import config_keys_in_errors
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+
+from torchtitan.distributed import ParallelDims  # isort: skip
 
 MOST_CLASSES = 27
 """Three coordinates (first, last, any other) along each of three axes. First and last have
@@ -64,7 +68,7 @@ def verify_order(
     captures = captures or Captures()
     classes = None if all_ranks else rank_classes(FakeRank(config, world_size, 0, device))
     ranks = list(classes.representatives()) if classes else list(range(world_size))
-    on_progress(_announcement(classes, world_size))
+    on_progress(announcement(classes, world_size))
     start = time.perf_counter()
     done: list[int] = []
 
@@ -95,7 +99,12 @@ def verify_order(
 
 
 def rank_classes(run: FakeRank) -> RankClasses:
-    """Group the ranks of a run whose parameters have the same local shapes.
+    """Group the ranks of a run, as `classes_of`."""
+    return classes_of(run.parallel_dims, run.model.parameters())
+
+
+def classes_of(dims: ParallelDims, parameters: Iterable[torch.Tensor]) -> RankClasses:
+    """Group the ranks of a mesh, or of one stage, whose parameters have the same local shapes.
 
     Two coordinates along an axis are of one class when, at any other coordinates, their ranks
     have the same local shape of every parameter. The first and the last coordinate along each
@@ -103,11 +112,10 @@ def rank_classes(run: FakeRank) -> RankClasses:
     MOST_CLASSES classes.
     """
     # Ranks are counted along the last axis first.
-    dims = run.parallel_dims
     axes = {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard}
     axes |= ({"cp": dims.cp} if dims.cp_enabled else {}) | {"tp": dims.tp}
     sizes = tuple(axes.values())
-    layouts = {_layout_of(p) for p in run.model.parameters()}
+    layouts = {_layout_of(p) for p in parameters}
     known: dict[tuple[Shape, ...], int] = {}
     kinds_at: list[dict[int, list[int]]] = [{} for _ in sizes]
     for place in itertools.product(*map(range, sizes)):
@@ -189,26 +197,34 @@ def _local_shape(layout: _Layout, sizes: tuple[int, ...], place: tuple[int, ...]
 
 
 def check_shapes(run: FakeRank, classes: RankClasses) -> None:
+    """Check the local shapes of a rank, as `check_shapes_of`."""
+    check_shapes_of(run.model, run.rank, classes)
+
+
+def check_shapes_of(model: nn.Module, rank: int, classes: RankClasses) -> None:
     """Check that the local shapes of a rank are those that its class was made for.
+
+    Args:
+        rank: of the ranks that `classes` groups.
 
     Raises:
         VerificationError: they are not, so that shapes do not tell which ranks are alike.
     """
-    place = classes.coordinates(run.rank)
-    for name, parameter in run.model.named_parameters():
+    place = classes.coordinates(rank)
+    for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
         shape = tuple(parameter.to_local().shape)
         wanted = _local_shape(_layout_of(parameter), classes.sizes, place)
         if shape != wanted:
             raise VerificationError(
-                f"parameter '{name}' has {shape} on rank {run.rank} and its placements "
+                f"parameter '{name}' has {shape} on rank {rank} and its placements "
                 f"{parameter.placements} say {wanted}, so shapes do not show which ranks are "
                 "alike; read the graph of every rank: --all-ranks"
             )
 
 
-def _announcement(classes: RankClasses | None, world_size: int) -> str:
+def announcement(classes: RankClasses | None, world_size: int) -> str:
     if classes is None:
         return f"Capturing the step of all {world_size:,} ranks"
     by_axis = ", ".join(

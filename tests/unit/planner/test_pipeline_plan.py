@@ -14,13 +14,15 @@ import pytest
 from graph_trainer.cli import plan_pipeline
 from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.pipeline.schedule import SCHEDULES
 from graph_trainer.core.pipeline.simulate_schedule import ScheduleTimeline, StageSeconds
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import Need, predicted_memory
 from graph_trainer.core.torch_private_pipelining import ActionKind
-from graph_trainer.errors import ConfigError
+from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner import pipeline_advice
+from graph_trainer.planner import verify_pipeline_order as verify_pipeline_order_module
 from graph_trainer.planner.changes import flags_of
 from graph_trainer.planner.fake_stages import automatic_split
 from graph_trainer.planner.html.schedule_page import boxes, write_schedule_page
@@ -33,6 +35,7 @@ from graph_trainer.planner.pipeline_plan import (
 )
 from graph_trainer.planner.pipeline_report import modules_text
 from graph_trainer.planner.schedule_trace import write_schedule_trace
+from graph_trainer.planner.verify_pipeline_order import verify_pipeline_order
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from tests.unit.planner.conftest import BFLOAT16
@@ -187,7 +190,7 @@ def test_the_page_draws_a_row_a_rank_and_runs_no_script():
         assert one.y != other.y or one.x + one.width <= other.x + 0.02
 
 
-@pytest.mark.parametrize("flag", ["--memory-curve", "--verify-order", "--like torchtitan"])
+@pytest.mark.parametrize("flag", ["--memory-curve", "--like torchtitan"])
 def test_what_is_of_one_stage_is_refused(flag):
     words = ["--config", "debugmodel", "--world-size", "4", *SMALL, f"{KEY}_degree", "2"]
     with pytest.raises(ConfigError, match="pipeline_parallel_degree = 2") as raised:
@@ -316,3 +319,27 @@ def test_gradients_are_reduced_once_where_parameters_are_kept():
     kinds = Counter(span.kind for span in once.timeline.spans[0])
     assert kinds[ActionKind.REDUCE_GRAD] == 1
     assert once.timeline.spans[0][-1].kind is ActionKind.REDUCE_GRAD
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_the_order_of_stages_and_schedule_is_proved(all_ranks):
+    config = configured("Interleaved1F1B", "--parallelism.tensor_parallel_degree", "2")
+    proof = list(verify_pipeline_order(config, 8, all_ranks=all_ranks, device="cpu"))
+    schedule, *stages = proof
+    assert "4 stages" in schedule and f"{3 * 2 * 4} sends" in schedule
+    # two of four have the same layers
+    assert [text.partition(":")[0] for text in stages] == ["Stage 0", "Stages 1, 2", "Stage 3"]
+    assert all("4 ranks, " in text and " 0 collectives" not in text for text in stages)
+
+
+def test_a_rank_of_a_stage_that_issues_less_is_no_proof(monkeypatch):
+    calls = itertools.count(1)
+
+    def issued(joint, world_size):
+        sequence = issued_by(joint, world_size)
+        return sequence[:-1] if next(calls) == 2 else sequence
+
+    monkeypatch.setattr(verify_pipeline_order_module, "issued_by", issued)
+    config = configured("1F1B")
+    with pytest.raises(VerificationError, match="rank"):
+        list(verify_pipeline_order(config, 4, all_ranks=True, device="cpu"))

@@ -15,7 +15,7 @@ from graph_trainer.planner import processes
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import compare, settings
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.processes import in_processes
+from graph_trainer.planner.processes import Workers, in_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.titan.config.load import load_config
 
@@ -172,3 +172,43 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def refuses_odd(number):
+    if number % 2:
+        raise ConfigError(f"{number} is odd")
+    return number, os.getpid()
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_workers_take_items_one_by_one(most):
+    results = {}
+    with Workers(refuses_odd, most) as workers:
+        for number in (0, 2, 4, 6):
+            if not workers.free:
+                item, result = workers.next()
+                results[item] = result
+            workers.submit(number)
+        while workers.busy:
+            item, result = workers.next()
+            results[item] = result
+        assert workers.free == most
+    assert {item: number for item, (number, _) in results.items()} == {n: n for n in (0, 2, 4, 6)}
+    assert ({pid for _, pid in results.values()} == {os.getpid()}) is (most == 1)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_an_item_that_fails_is_an_error_here(most):
+    with pytest.raises(ConfigError, match="1 is odd"), Workers(refuses_odd, most) as workers:
+        workers.submit(1)
+        workers.next()
+
+
+def test_a_worker_that_is_killed_is_an_error_and_no_hang():
+    with pytest.raises(GraphTrainerError, match="memory"), Workers(die, 2) as workers:
+        workers.submit(0)
+        workers.next()
+
+
+def die(_):
+    os.kill(os.getpid(), signal.SIGKILL)
