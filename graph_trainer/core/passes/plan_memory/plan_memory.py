@@ -187,15 +187,16 @@ class _Planner:
             if number is None:  # where none fits with them, passes that are optional go
                 number = self._last_within(limit, self._least)
         number = number or 0
-        # Recomputation that runs while compute would wait for communication costs nothing. The
-        # fewer steps that are tried then are the same for every limit.
+        # Recomputation that runs while compute would wait for communication costs nothing, and
+        # memory that is left lets gathers run ahead. The fewer steps that are tried then are the
+        # same for every limit: half of the bytes, and none.
         half = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
-        fewer = bisect.bisect_right(self._bytes, half) - 1
-        simulated = self._simulated(number)
-        if fewer < number and simulated.waits >= _WORTH_TRYING * simulated.nanoseconds:
-            tried = self._simulated(fewer)
-            if tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit:
-                number = fewer
+        for fewer in (bisect.bisect_right(self._bytes, half) - 1, 0):
+            simulated = self._simulated(number)
+            if fewer < number and simulated.waits >= _WORTH_TRYING * simulated.nanoseconds:
+                tried = self._simulated(fewer)
+                if tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit:
+                    number = fewer
         table = self._table(number)
         recomputed = sum(choice.nanoseconds for choice in self._chosen(number)) / 1e6
         away = len(table.offloaded)

@@ -20,7 +20,7 @@ from graph_trainer.core.graph.annotations import is_backward, recompute_policy, 
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.agreement import OneRank
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, SlowestStep
 from graph_trainer.core.passes.memory_table import MemoryTable
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.pipeline import run_passes
@@ -127,6 +127,26 @@ def test_a_plan_is_no_slower_than_a_fixed_policy_that_fits(stack):
     for policy in ("full", "layers", "selective"):
         _, peak, seconds, _ = planned(stack, None, policy)
         assert planned(stack, int(peak * 1.03))[2] <= seconds
+
+
+def test_least_is_kept_where_that_is_faster_as_compute_waits_for_communication(
+    extremes, stack, monkeypatch
+):
+    """Memory that is left lets gathers run ahead."""
+    least, most = extremes
+
+    def kept(limit):
+        rows = planned(stack, limit)[0].decisions["plan_memory"].rows
+        return sum(row.mib * len(row.keep_in) for row in rows)
+
+    of_least = kept(least)
+    assert of_least < kept(most)
+
+    def simulate_waiting(planner, number):
+        return SlowestStep(needed=least, nanoseconds=1000 + number, waits=100)
+
+    monkeypatch.setattr(_Planner, "_simulate", simulate_waiting)
+    assert kept(most) <= of_least
 
 
 def test_equal_blocks_are_solved_once_and_the_last_keep_most(extremes, stack, monkeypatch):
