@@ -39,6 +39,8 @@ SCHEMA = "graph_trainer.search/1"
 
 _SHOWN = 12
 """Rows of the table."""
+_EQUAL = 0.0005
+"""A smaller gain is none."""
 _SPEED = "tokens_per_second_per_gpu"
 
 
@@ -213,12 +215,17 @@ def _why(best: dict[str, Any], other: dict[str, Any]) -> str:
         name: other["parts"].get(name, 0.0) / tokens[1] - best["parts"].get(name, 0.0) / tokens[0]
         for name in best["parts"] | other["parts"]
     }
+    names = [
+        f"{run_text(row['config'])} (rows {row['config'][ROWS]}, {policy_text(row['config'])})"
+        for row in (best, other)
+    ]
+    if gain < _EQUAL:
+        return f"{names[0]} is as fast as {names[1]}."
     most = max(saved, key=saved.__getitem__)
     part = saved[most] * speeds[1]
     text = (
-        f"{run_text(best['config'])} (rows {best['config'][ROWS]}, {policy_text(best['config'])}) "
-        f"is {gain:.1%} faster than {run_text(other['config'])} (rows {other['config'][ROWS]}, "
-        f"{policy_text(other['config'])}): {most} takes {part:.1%} of the step less."
+        f"{names[0]} is {gain:.1%} faster than {names[1]}: {most} takes {part:.1%} of the step "
+        "less."
     )
     band = best["band"]
     if band is None:
