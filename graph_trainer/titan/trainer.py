@@ -245,8 +245,12 @@ class GraphTrainer(Trainer):
         """Write and show what the passes decided, and log the graph's numbers as metrics."""
         table = joint.decisions.get(plan_memory.name)
         planned = isinstance(self.config.activation_checkpoint, BudgetAC.Config)
-        planned &= not self.parallel_dims.pp_enabled  # each stage has a table of its own
-        if table is not None and planned and dist.get_rank() == 0:
+        if (
+            table is not None
+            and planned
+            and dist.get_rank() == 0
+            and not self.parallel_dims.pp_enabled  # where each stage has a table of its own
+        ):
             path = Path(self.config.dump_folder) / MEMORY_TABLE
             try:
                 path.write_text(memory_table_to_toml(table), encoding="utf-8")
