@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run lint, format, types, unit tests and one launch of real ranks: six minutes on two cores.
+# Run lint, format, types, unit tests and one launch of real ranks: seven minutes on two cores.
 # --full runs every test, as CI does: half an hour.
 # Other arguments go to pytest, which runs alone; paths are relative to the checkout.
 set -euo pipefail
