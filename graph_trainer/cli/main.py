@@ -41,10 +41,10 @@ examples:
 """
 
 _RULES = """\
-All flags after `train`, `config` and `bisect-passes` belong to the config; `plan` and `check` take
-some of their own besides. --module names a package of configs (default graph_trainer.llama3),
---config one of them (default debugmodel) or a path to a .toml file. Flags override the file, the
-file overrides the registry entry that its `base` names.
+All flags after `train`, `config` and `bisect-passes` belong to the config; `plan`, `search` and
+`check` take some of their own besides. --module names a package of configs (default
+graph_trainer.llama3), --config one of them (default debugmodel) or a path to a .toml file. Flags
+override the file, the file overrides the registry entry that its `base` names.
 """
 
 

@@ -72,30 +72,32 @@ def main(argv: Sequence[str]) -> int:
         fixed=fixed,
     )
     with progress("search") as say:
-        found = search(
+        result = search(
             *(space, load, hardware),
             seconds=60 * flags.minutes,
             processes=usable_processes(),
             on_progress=say,
         )
-    if not found.rows and found.left_out["left"] and not found.note:
+    if not result.rows and result.left_out["left"] and not result.note:
         raise ConfigError(
             f"--minutes {flags.minutes:g}: no run was simulated in this time: give more, or fix "
             "more keys by --fix"
         )
     limit = config.compile.memory_limit_gib or hardware.memory_gib
-    report = search_report(found, space, hardware, int(limit * GIB))
+    report = search_report(result, space, hardware, int(limit * GIB))
     for row in report["rows"]:
         cost = cost_of(flags, space.world_size, row) if row["fits"] else None
         row["training"] = asdict(cost) if cost is not None else None
         row["commands"] = commands(row["config"], report, words, flags.hardware)
-    print_table(search_text(report))
+    stdout_is_a_file = Path("/dev/stdout").resolve() in {p.resolve() for p in files.values()}
+    print_table(search_text(report), stderr=stdout_is_a_file)
     best = report["rows"][0] if report["rows"] and report["rows"][0]["fits"] else None
     if best is not None:
         if (cost := cost_of(flags, space.world_size, best)) is not None:
-            print_table(Text(f"{cost}."))
+            print_table(Text(f"{cost}."), stderr=stdout_is_a_file)
         # lines to copy, which nothing folds
-        print("\n".join(["", *best["commands"]]))
+        lines = "\n".join(["", *best["commands"]])
+        print(lines, file=sys.stderr if stdout_is_a_file else sys.stdout)
     for name, path in files.items():
         with published(path) as file:
             if name == "json":
@@ -103,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
             else:
                 write_comparison(page_of(report), report["model"], report["allowed_bytes"], file)
         print(f"wrote {path}", file=sys.stderr)
-    return 0 if any(row.outcome.fits for row in found.rows) else 1
+    return 0 if any(row.outcome.fits for row in result.rows) else 1
 
 
 def _minutes(text: str) -> float:

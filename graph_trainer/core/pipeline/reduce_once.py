@@ -1,4 +1,4 @@
-"""Reduce the gradients of a stage once a step, and add up those of its microbatches before."""
+"""Reduce gradients of a stage once a schedule, and add up those of its microbatches before."""
 
 # The idea: a sum over ranks is linear, so the sum over microbatches may come first. All nodes from
 # the reduction of a gradient on become a graph of their own. Backward adds what they read to inputs
@@ -35,7 +35,6 @@ from graph_trainer.core.graph.signature import (
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.partition.cut import TensorOutput, as_input, copy_part, part_of
 from graph_trainer.core.passes.pass_list import PassConfig
-from graph_trainer.errors import PassError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,9 @@ def reduce_once(backward: JointGraph) -> ReduceOnce | None:
 
     Returns:
         None where no collective reduces gradients.
-
-    Raises:
-        PassError: a gradient that has been reduced is combined with something else.
     """
     reduced = _reduced(backward)
-    if not any(is_collective(node) for node in reduced):
+    if not reduced:
         return None
     summed = _summed(reduced)
     outputs = list(with_parts(backward.signature.outputs, backward.output_values()))
@@ -168,33 +164,24 @@ def _adding(backward: JointGraph, sums: list[torch.Tensor]) -> JointGraph:
 
 
 def _reduced(joint: JointGraph) -> dict[fx.Node, torch.dtype]:
-    """Return the nodes that reduce gradients, in order, with the dtype that is sent."""
-    reduced: dict[fx.Node, torch.dtype] = {}
+    """Return the nodes that reduce gradients, in order, with the dtype that is sent; none where no
+    collective does."""
+    nodes: dict[fx.Node, None] = {}
     for node in joint.graph.nodes:
-        sources = node.all_input_nodes
-        if node.op != "call_function" or not (
-            role_of(node) is Role.REDUCE_GRAD or any(source in reduced for source in sources)
-        ):
-            continue
-        if role_of(node) is not Role.REDUCE_GRAD and not all(
-            source in reduced for source in sources
-        ):
-            raise PassError(
-                f"backward's node '{node.name}' ({node.target}) combines a gradient that ranks "
-                "have reduced with something else, so that it cannot be reduced once for all "
-                "microbatches: set PassConfig.bitwise, which reduces in each"
-            )
-        reduced[node] = torch.float32
+        follows = any(source in nodes for source in node.all_input_nodes)
+        if node.op == "call_function" and (follows or role_of(node) is Role.REDUCE_GRAD):
+            nodes[node] = None
+    if not any(is_collective(node) for node in nodes):
+        return {}
     # from the end: the dtype of the first collective that a node leads to, else its own
-    for node in reversed(reduced):
-        users = [user for user in node.users if user in reduced]
+    sent: dict[fx.Node, torch.dtype] = {}
+    for node in reversed(nodes):
+        user = next((user for user in node.users if user in nodes), None)
         if is_collective(node):
-            reduced[node] = tensor_of(node.all_input_nodes[0]).dtype
-        elif users:
-            reduced[node] = reduced[users[0]]
-        elif isinstance(node.meta["val"], torch.Tensor):
-            reduced[node] = tensor_of(node).dtype
-    return reduced
+            sent[node] = tensor_of(node.all_input_nodes[0]).dtype
+        else:
+            sent[node] = tensor_of(node).dtype if user is None else sent[user]
+    return {node: sent[node] for node in nodes}
 
 
 def _summed(reduced: dict[fx.Node, torch.dtype]) -> dict[fx.Node, torch.dtype]:

@@ -48,7 +48,7 @@ class GraphStage(StageBase):
         reduces_once: whether gradients that ranks reduce are of `reduce_grad` and not of backward.
 
     Raises:
-        PassError: the graph cannot be cut, or its gradients cannot be reduced once.
+        PassError: the graph cannot be cut.
         VerificationError: ranks of `data_group` issue other collectives.
     """
 

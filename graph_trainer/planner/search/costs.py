@@ -1,7 +1,7 @@
 """What a run takes and needs at least, and about, by formulas alone."""
 
 # The idea: thousands of runs can be compared in a second, if no graph is made. What no run can do
-# without (products, bytes over links, idle stages, sharded state) bounds it from below. The same
+# without (products, bytes over links, sharded state) bounds it from below. The same
 # terms, added up where they hardly overlap, put the runs in an order.
 
 from __future__ import annotations

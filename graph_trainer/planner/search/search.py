@@ -366,15 +366,15 @@ class _Queue:
             seconds: that the search took.
             note: why it ended early.
         """
-        found = self._found
-        found.note = note
-        found.left_out["left"] += sum(map(_count, self._in_flight))
+        result = self._found
+        result.note = note
+        result.left_out["left"] += sum(map(_count, self._in_flight))
         for entry in self._queue:
             is_slower = self._is_slower(entry.what, self._order(entry.what))
-            found.left_out["slower" if is_slower else "left"] += _count(entry.what)
-        found.rows.sort(key=_best_first)
-        found.seconds = seconds
-        return found
+            result.left_out["slower" if is_slower else "left"] += _count(entry.what)
+        result.rows.sort(key=_best_first)
+        result.seconds = seconds
+        return result
 
 
 def _best_first(row: Simulated) -> tuple[bool, float, str]:

@@ -49,8 +49,8 @@ def estimate(config: GraphTrainerConfig, plan: Callable[[GraphTrainerConfig], Pl
     layers = _layers_of(config)
     short, longer = (_shortened(layers, count) for count in SHORT)
     if len(longer) == len(layers):
-        whole = plan(config)
-        return Needs(whole.step_seconds, whole.need.total)
+        planned = plan(config)
+        return Needs(planned.step_seconds, planned.need.total)
     few, more = (plan(_with_layers(config, part)) for part in (short, longer))
     missing = (len(layers) - len(longer)) / (len(longer) - len(short))
     seconds = more.step_seconds + missing * (more.step_seconds - few.step_seconds)

@@ -125,3 +125,8 @@ def test_all_collectives_are_in_the_reduction_and_no_node_is_in_both() -> None:
     collectives = {node.name for node in compute_nodes(backward.graph) if is_collective(node)}
     assert collectives and collectives <= of_ranks
     assert unreduced_bytes(joint) == sum(value.nbytes for value in split.zeros(torch.device("cpu")))
+
+
+def test_where_no_ranks_reduce_nothing_is_summed() -> None:
+    joint = captured("fully_shard", 1)
+    assert reduce_once(cut(joint).backward) is None and unreduced_bytes(joint) == 0
