@@ -8,8 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
-from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
+from graph_trainer.cli.command_line import (
+    CommandParser,
+    add_hardware_flag,
+    load_for_plan,
+    positive,
+)
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.plan import LoadConfig
 from graph_trainer.planner.processes import usable_processes
@@ -164,13 +169,7 @@ def _parser() -> CommandParser:
         help="number of ranks; by default WORLD_SIZE, or the product of a config's degrees where "
         "parallelism.data_parallel_shard_degree is not -1",
     )
-    parser.add_argument(
-        "--hardware",
-        default="h100-sxm",
-        metavar="NAME",
-        help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
-        "(default %(default)s)",
-    )
+    add_hardware_flag(parser)
     parser.add_argument(
         "--no-order",
         dest="order",

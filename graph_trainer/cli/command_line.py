@@ -52,6 +52,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def add_hardware_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --hardware, which names the profile that runs are simulated on."""
+    from graph_trainer.core.simulation.hardware import known_hardware
+
+    parser.add_argument(
+        "--hardware",
+        default="h100-sxm",
+        metavar="NAME",
+        help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
+        "(default %(default)s)",
+    )
+
+
 def load_for_plan(
     words: Sequence[str], world_size: int | None, prog: str, flags: argparse.Namespace
 ) -> GraphTrainerConfig:

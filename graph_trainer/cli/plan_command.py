@@ -16,7 +16,12 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
+from graph_trainer.cli.command_line import (
+    CommandParser,
+    add_hardware_flag,
+    load_for_plan,
+    positive,
+)
 from graph_trainer.cli.launcher import Launch, prepare
 from graph_trainer.cli.plan_pipeline import (
     check_flags_of_pipeline,
@@ -25,7 +30,7 @@ from graph_trainer.cli.plan_pipeline import (
 )
 from graph_trainer.core.passes.memory_limit import DeviceMemory, DeviceMemoryOf
 from graph_trainer.core.simulation.detect import detect_hardware
-from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
+from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB
@@ -436,13 +441,7 @@ def _parser() -> CommandParser:
         help="number of ranks; default: WORLD_SIZE, or what the degrees of parallelism multiply to "
         "where parallelism.data_parallel_shard_degree is not -1",
     )
-    parser.add_argument(
-        "--hardware",
-        default="h100-sxm",
-        metavar="NAME",
-        help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
-        "(default %(default)s)",
-    )
+    add_hardware_flag(parser)
     parser.add_argument(
         "--like",
         choices=RUNTIMES,

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from rich.text import Text
 
-from graph_trainer.cli.command_line import CommandParser, load_for_plan, positive
-from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
+from graph_trainer.cli.command_line import (
+    CommandParser,
+    add_hardware_flag,
+    load_for_plan,
+    positive,
+)
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.html.page import write_comparison
@@ -129,13 +134,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--world-size", type=positive, metavar="N", required=True, help="number of ranks"
     )
-    parser.add_argument(
-        "--hardware",
-        default="h100-sxm",
-        metavar="NAME",
-        help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
-        "(default %(default)s)",
-    )
+    add_hardware_flag(parser)
     parser.add_argument(
         "--global-batch",
         type=positive,
