@@ -22,7 +22,7 @@ from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.html.page import write_comparison
 from graph_trainer.planner.processes import usable_processes
-from graph_trainer.planner.search.search import search
+from graph_trainer.planner.search.search import limit_gib, search
 from graph_trainer.planner.search.search_report import commands, page_of, search_report, search_text
 from graph_trainer.planner.search.space import VARIED, Space, fixed_values
 from graph_trainer.planner.terminal import print_table, progress
@@ -88,8 +88,8 @@ def main(argv: Sequence[str]) -> int:
             f"--minutes {flags.minutes:g}: no run was simulated in this time: give more, or fix "
             "more keys by --fix"
         )
-    limit = config.compile.memory_limit_gib or hardware.memory_gib
-    report = search_report(result, space, hardware, int(limit * GIB))
+    allowed = int(limit_gib(config, hardware) * GIB)
+    report = search_report(result, space, hardware, allowed)
     for row in report["rows"]:
         cost = cost_of(flags, space.world_size, row) if row["fits"] else None
         row["training"] = asdict(cost) if cost is not None else None

@@ -165,13 +165,18 @@ def search(
     return queue.end(time.monotonic() - start, note)
 
 
+def limit_gib(config: GraphTrainerConfig, hardware: Hardware) -> float:
+    """Return what a step may need of a device: its memory, or the limit where that is less."""
+    return min(config.compile.memory_limit_gib or hardware.memory_gib, hardware.memory_gib)
+
+
 class _Queue:
     """The runs of a space, in the order in which they are looked at."""
 
     def __init__(
         self, space: Space, load: LoadConfig, hardware: Hardware, on_progress: OnProgress
     ) -> None:
-        self.limit_gib = space.config.compile.memory_limit_gib or hardware.memory_gib
+        self.limit_gib = limit_gib(space.config, hardware)
         self._world_size, self._load = space.world_size, load
         self._found = Found()
         self._refusals: dict[Candidate, ConfigError | None] = {}
